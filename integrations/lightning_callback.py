@@ -1,0 +1,236 @@
+"""`PadMinCallback`: padding removed inside of Lightning's automatic optimization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+try:
+    import lightning.pytorch as pl
+except ImportError as error:
+    raise ImportError('PadMinCallback needs Lightning: pip install "lightning-padmin[lightning]"') from error
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_padmin.config import (
+    LogReduction,
+    LossReduction,
+    PadMinConfig,
+    RowWeight,
+    option_names,
+    refuses_unknown_options,
+)
+from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
+from lightning_padmin.errors import ConfigError
+from lightning_padmin.integrations import lightning_loop
+from lightning_padmin.microbatch import MicroBatcher, MicroBatches
+from lightning_padmin.schema import Field
+from lightning_padmin.stats import PaddingStats
+
+
+@refuses_unknown_options
+class PadMinCallback(pl.Callback):
+    """Rolls, trims and splits every training batch into micro-batches under a token budget.
+
+    `training_step` runs once per micro-batch; gradients, optimizer steps, clipping, accumulation, the returned loss
+    and logged values are those of the whole batch. Works with automatic optimization on one device and under DDP.
+    Validation is untouched.
+
+    Args:
+        token_budget: most slots (rows x longest row) of one micro-batch; None: the slots of the batch as it came.
+        loss_reduction: how `training_step` reduces its loss: "token-mean", "row-mean", "sum", or a function
+            batch -> (rows,) row weights. It must be true: a wrong one trains something else.
+        enabled: False leaves no trace.
+        config: a `PadMinConfig` in place of single options. All other options are explained there.
+
+    Attributes:
+        stats: `PaddingStats` of this rank since training began (kept in checkpoints).
+        micro_index, micro_count: which micro-batch runs, for hooks that fire once for each.
+
+    Raises:
+        ConfigError: an option is unknown or malformed.
+        MisconfigurationException: at the start of `fit`, for a set-up that cannot be split exactly; names the fix.
+        PadMinError: for a batch that is malformed, on all ranks, before its first forward pass.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[PadMinCallback(token_budget=16_384)])
+    """
+
+    def __init__(
+        self,
+        token_budget: int | None = 16_384,
+        *,
+        loss_reduction: LossReduction | RowWeight = "token-mean",
+        normalize: Literal["rank", "global"] = "rank",
+        label_shift: int | None = None,
+        ignore_index: int = -100,
+        pad_token_id: int | None = None,
+        mask_key: str = "attention_mask",
+        labels_key: str = "labels",
+        decoder_mask_key: str = "decoder_attention_mask",
+        loss_mask_key: str | None = None,
+        batch_schema: Mapping[str, Field | str | Mapping[str, Any]] | None = None,
+        static_keys: Sequence[str] = (),
+        pad_to_multiple_of: int = 1,
+        max_rows: int | None = None,
+        launch_cost: int = 128,
+        method: Literal["optimal", "greedy"] = "optimal",
+        log_prefix: str = "padmin/",
+        log_reduce: Mapping[str, LogReduction] | None = None,
+        enabled: bool = True,
+        config: PadMinConfig | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in option_names()}
+        given["batch_schema"] = batch_schema or {}
+        given["log_reduce"] = log_reduce or {}
+        self.config = _one_config(PadMinConfig(**given), config)
+        self.stats = PaddingStats()
+        self.micro_index, self.micro_count = 0, 1
+        self._since_log = PaddingStats()
+        self._batcher: MicroBatcher | None = None
+        self._exchange: Exchange = exchange_alone
+        self._restore: Callable[[], None] | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuses what cannot be exact, then replaces the optimization loop."""
+        if not self.config.enabled:
+            return
+        _refuse_unsupported(trainer, pl_module)
+        self._exchange = exchange_all if trainer.world_size > 1 else exchange_alone
+        self._batcher = MicroBatcher(
+            self.config, exchange=self._exchange, encoder_decoder=_is_encoder_decoder(pl_module)
+        )
+        self._since_log = PaddingStats()
+        self._restore = lightning_loop.install(trainer, self._prepare, self._progress, dict(self.config.log_reduce))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuses several loaders at once and batch normalization, known only now."""
+        if self.config.enabled:
+            _refuse_combined_loaders(trainer)
+            _refuse_batch_norm(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Writes the metrics of the batches since the last time, at Lightning's own logging steps."""
+        if self.config.enabled and lightning_loop.is_logging_step(trainer):
+            self._log(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes what has not been written yet, so that short runs have metrics too."""
+        if self.config.enabled and self._since_log.batches:
+            self._log(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leaves the Trainer as it was."""
+        self._remove()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leaves the Trainer as it was."""
+        self._remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters. Nothing else is kept between batches."""
+        return {"stats": self.stats.state_dict()} if self.config.enabled else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on counting."""
+        if "stats" in state_dict:
+            self.stats.load_state_dict(state_dict["stats"])
+
+    def _remove(self) -> None:
+        if self._restore is not None:
+            self._restore()
+        self._restore = self._batcher = None
+
+    def _prepare(self, batch: Any) -> MicroBatches:
+        assert self._batcher is not None
+        micro_batches = self._batcher.prepare(batch)
+        self.stats = self.stats + micro_batches.stats
+        self._since_log = self._since_log + micro_batches.stats
+        return micro_batches
+
+    def _progress(self, index: int, count: int) -> None:
+        self.micro_index, self.micro_count = index, count
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        """Merges the counts over ranks (all of them come here at the same step), then takes the ratios."""
+        merged = PaddingStats.merge_ranks(self._exchange(self._since_log.as_counts()))
+        self._since_log = PaddingStats()
+        metrics = merged.metrics(self.config.log_prefix)
+        device = trainer.strategy.root_device
+        trainer.callback_metrics.update(
+            {name: torch.tensor(float(value), device=device) for name, value in metrics.items()}
+        )
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=lightning_loop.logging_step(trainer))
+
+
+def _one_config(options: PadMinConfig, config: PadMinConfig | None) -> PadMinConfig:
+    if config is None:
+        return options
+    if not isinstance(config, PadMinConfig):
+        raise ConfigError(f"config={config!r}: expected a PadMinConfig")
+    if options != PadMinConfig():
+        changed = [name for name in option_names() if getattr(options, name) != getattr(PadMinConfig(), name)]
+        raise ConfigError(
+            f"PadMinCallback got config and {changed[0]}={getattr(options, changed[0])!r}: put it into the config"
+        )
+    return config
+
+
+def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    if not isinstance(trainer, pl.Trainer):
+        raise MisconfigurationException(
+            f"PadMinCallback belongs to lightning.pytorch, but this Trainer comes from {type(trainer).__module__}: "
+            "import Trainer and LightningModule from lightning.pytorch"
+        )
+    lightning_loop.check_signatures()
+    if sum(isinstance(c, PadMinCallback) and c.config.enabled for c in trainer.callbacks) > 1:
+        raise MisconfigurationException("the Trainer has two PadMinCallbacks: a batch can be split once. Remove one")
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "PadMinCallback splits batches inside of automatic optimization, but this module has "
+            "automatic_optimization=False: loop over lightning_padmin.iter_micro_batches(batch, config) in your own "
+            "training_step instead, and remove the callback"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise MisconfigurationException(
+            "training_step(dataloader_iter) fetches its own batches, which PadMinCallback cannot see: take `batch`"
+        )
+    strategy = trainer.strategy
+    known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+    if not known:
+        raise MisconfigurationException(
+            f"PadMinCallback does not support {type(strategy).__name__} yet: use one device or strategy='ddp'"
+        )
+
+
+def _refuse_combined_loaders(trainer: pl.Trainer) -> None:
+    loader = trainer.train_dataloader
+    if isinstance(loader, CombinedLoader | dict | list | tuple):
+        raise MisconfigurationException(
+            f"the training loader is a {type(loader).__name__} of several loaders, and a batch of batches cannot be "
+            "planned as one: use one loader (a ConcatDataset, say), or PadMinCallback(enabled=False)"
+        )
+
+
+def _refuse_batch_norm(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, _BatchNorm) and child.training:
+            raise MisconfigurationException(
+                f"{name} is a {type(child).__name__} in training mode: its statistics depend on which rows run "
+                "together, so a split batch trains something else. Put it in eval mode, replace it (LayerNorm), or "
+                "use PadMinCallback(enabled=False)"
+            )
+
+
+def _is_encoder_decoder(module: nn.Module) -> bool:
+    configs = (getattr(child, "config", None) for child in module.modules())
+    return any(getattr(config, "is_encoder_decoder", False) is True for config in configs)

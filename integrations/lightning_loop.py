@@ -1,0 +1,199 @@
+"""Every private hook of Lightning that the callback needs, in one place.
+
+Checked against lightning 2.5.2 and 2.6.6. Replaced is `trainer.fit_loop.epoch_loop.automatic_optimization`, by a
+subclass that overrides only `_make_closure`. It shares the attributes of the loop that it stands in for, so progress
+and checkpoints are those of the stock loop, and taking it out again is one assignment.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_padmin.integrations.lightning_merge import LogRecorder, MetricGuard, merge_outputs
+from lightning_padmin.microbatch import MicroBatches
+
+OLDEST = (2, 5, 2)
+_EXPECTED: dict[Callable[..., Any], list[str]] = {
+    _AutomaticOptimization._make_closure: ["self", "kwargs", "optimizer", "batch_idx"],
+    _AutomaticOptimization._training_step: ["self", "kwargs"],
+    _AutomaticOptimization._make_backward_fn: ["self", "optimizer"],
+    _AutomaticOptimization._make_zero_grad_fn: ["self", "batch_idx", "optimizer"],
+    _ResultCollection.log: ["self", "fx", "name", "value"],
+    _block_parallel_sync_behavior: ["strategy", "block"],
+}
+
+
+def check_signatures() -> None:
+    """Raises MisconfigurationException when this Lightning's private hooks are not those that were checked."""
+    import lightning
+
+    release = tuple(int(part) for part in lightning.__version__.split(".")[:3] if part.isdigit())
+    if release < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        raise MisconfigurationException(
+            f"lightning {lightning.__version__}: PadMinCallback needs lightning>={wanted}. Upgrade it"
+        )
+    for function, expected in _EXPECTED.items():
+        found = list(inspect.signature(function).parameters)
+        if found[: len(expected)] != expected:
+            raise MisconfigurationException(
+                f"lightning {lightning.__version__}: {function.__qualname__} takes {found}, expected {expected}. "
+                "PadMinCallback was checked with 2.5.2 and 2.6.6; use one of these until it supports this version"
+            )
+
+
+Prepare = Callable[[Any], MicroBatches]
+Progress = Callable[[int, int], None]
+
+
+class SplitOptimization(_AutomaticOptimization):
+    """Automatic optimization with one forward and backward pass per micro-batch.
+
+    Args:
+        stock: the loop it stands in for; attributes are shared with it.
+        prepare: plans a batch; called once per batch, before the optimizer asks for a closure.
+        progress: told index and count before each micro-batch.
+        log_reduce: how values merge, by logged name.
+    """
+
+    __slots__ = ("_log_reduce", "_prepare", "_progress")  # so that the shared __dict__ stays the stock loop's own
+
+    def __init__(
+        self, stock: _AutomaticOptimization, prepare: Prepare, progress: Progress, log_reduce: dict[str, str]
+    ) -> None:
+        object.__setattr__(self, "__dict__", stock.__dict__)
+        self._prepare, self._progress, self._log_reduce = prepare, progress, log_reduce
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        micro_batches = self._prepare(kwargs["batch"])
+        if len(micro_batches) == 1 and micro_batches.weights[0] == 1.0 and micro_batches.table.has_loss:
+            self._progress(0, 1)
+            whole = OrderedDict(kwargs, batch=micro_batches[0].batch)
+            return super()._make_closure(whole, optimizer, batch_idx)
+        return _SplitClosure(self, micro_batches, kwargs, optimizer, batch_idx)
+
+
+class _SplitClosure(Closure):
+    """Forward, `zero_grad` (once, after the first forward, as in the stock closure), backward; K times."""
+
+    def __init__(
+        self,
+        loop: SplitOptimization,
+        micro_batches: MicroBatches,
+        kwargs: OrderedDict[str, Any],
+        optimizer: Optimizer,
+        batch_idx: int,
+    ) -> None:
+        backward, zero_grad = loop._make_backward_fn(optimizer), loop._make_zero_grad_fn(batch_idx, optimizer)
+        super().__init__(lambda: ClosureResult(None), backward, zero_grad)
+        self._loop, self._micro_batches, self._kwargs = loop, micro_batches, kwargs
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        trainer = self._loop.trainer
+        results = trainer.fit_loop.epoch_loop._results
+        recorder = LogRecorder(self._micro_batches, self._loop._log_reduce, trainer.accumulate_grad_batches)
+        results.log = recorder.log
+        try:
+            outcomes = [self._run(k, recorder) for k in range(len(self._micro_batches))]
+        finally:
+            del results.log
+        recorder.replay(results.log)
+        return self._merge(outcomes)
+
+    def _run(self, k: int, recorder: LogRecorder) -> tuple[Tensor, dict[str, Any]] | None:
+        """One micro-batch; returns its weighted, detached loss and the rest of training_step's output."""
+        loop, trainer, micro = self._loop, self._loop.trainer, self._micro_batches[k]
+        loop._progress(k, micro.count)
+        recorder.begin(k)
+        with ExitStack() as stack:
+            # DistributedDataParallel decides in the forward pass whether the backward pass reduces gradients. With a
+            # static graph it cannot be told not to.
+            block = not micro.is_last and not _has_static_graph(trainer)
+            stack.enter_context(_block_parallel_sync_behavior(trainer.strategy, block=block))
+            if micro.is_dummy:
+                stack.enter_context(MetricGuard(trainer.lightning_module))
+            result = loop._training_step(OrderedDict(self._kwargs, batch=micro.batch))
+            if k == 0 and self._zero_grad_fn is not None:
+                self._zero_grad_fn()
+            if result.closure_loss is None:
+                return None
+            recorder.add_loss(k, result.closure_loss)
+            loss = self._weighted(result.closure_loss, micro.weight)
+            # Scaled precision changes the loss in place, hence the copy.
+            detached = loss.detach().clone()
+            if self._backward_fn is not None:
+                self._backward_fn(loss)
+        return detached, result.extra
+
+    def _weighted(self, loss: Tensor, weight: float) -> Tensor:
+        if self._micro_batches.table.has_loss or torch.isfinite(loss):
+            return loss * weight
+        # A mean over no tokens is 0/0. Zero, but attached to every parameter: each rank must reduce every gradient.
+        parameters = [p for p in self._loop.trainer.lightning_module.parameters() if p.requires_grad]
+        terms = [(p.reshape(-1)[:1].sum() * 0).to(loss) for p in parameters]
+        return torch.stack(terms).sum()
+
+    def _merge(self, outcomes: list[tuple[Tensor, dict[str, Any]] | None]) -> ClosureResult:
+        present = [outcome for outcome in outcomes if outcome is not None]
+        merged = ClosureResult(None)
+        if not present:
+            self.warning_cache.warn("`training_step` returned `None` for every micro-batch of a batch")
+            return merged
+        if len(present) < len(outcomes):
+            raise MisconfigurationException(
+                f"training_step returned None for {len(outcomes) - len(present)} of {len(outcomes)} micro-batches of "
+                "one batch: a part of a batch cannot be skipped. Return a loss, or None for the whole batch from "
+                "on_train_batch_start"
+            )
+        merged.loss = torch.stack([loss for loss, _ in present]).sum()
+        extras = [extra for _, extra in present[: len(self._micro_batches.plan)]]
+        merged.extra = merge_outputs(self._micro_batches, extras)
+        return merged
+
+
+def _has_static_graph(trainer: Trainer) -> bool:
+    return bool(getattr(trainer.strategy.model, "static_graph", False))
+
+
+def install(trainer: Trainer, prepare: Prepare, progress: Progress, log_reduce: dict[str, str]) -> Callable[[], None]:
+    """Puts the splitting loop in; returns a function that takes it out again (at any time, any number of times)."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    stock = epoch_loop.automatic_optimization
+    if type(stock) is not _AutomaticOptimization:
+        raise MisconfigurationException(
+            f"the automatic optimization loop is a {type(stock).__name__}: something else has replaced it, and "
+            "PadMinCallback cannot split batches inside of that. Use one of the two"
+        )
+    split = SplitOptimization(stock, prepare, progress, log_reduce)
+    epoch_loop.automatic_optimization = split
+
+    def restore() -> None:
+        if epoch_loop.automatic_optimization is split:
+            epoch_loop.automatic_optimization = stock
+
+    return restore
+
+
+def is_logging_step(trainer: Trainer) -> bool:
+    """Whether Lightning writes training metrics for the batch that has just ended, and it ended a window."""
+    due = trainer._logger_connector.should_update_logs or trainer.fast_dev_run
+    return bool(due) and not trainer.fit_loop._should_accumulate()
+
+
+def logging_step(trainer: Trainer) -> int:
+    """The step under which Lightning writes training metrics."""
+    return cast(int, trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -1,0 +1,177 @@
+"""`PadMinConfig`: every option in one frozen, keyword-only dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+import torch
+
+from lightning_padmin.errors import ConfigError
+from lightning_padmin.schema import Field, parse_field
+
+T = TypeVar("T")
+RowWeight: TypeAlias = Callable[[Any], torch.Tensor]
+LossReduction: TypeAlias = Literal["token-mean", "row-mean", "sequence-mean", "sum"]
+LogReduction: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "loss_reduction": ("token-mean", "row-mean", "sum"),
+    "normalize": ("rank", "global"),
+    "method": ("optimal", "greedy"),
+}
+_ALIASES = {"sequence-mean": "row-mean"}
+_LOG_REDUCTIONS = ("mean", "sum", "max", "min", "last")
+# name -> (smallest value, may be None)
+_INTEGERS: dict[str, tuple[int | None, bool]] = {
+    "token_budget": (1, True),
+    "pad_to_multiple_of": (1, False),
+    "max_rows": (1, True),
+    "launch_cost": (0, False),
+    "label_shift": (0, True),
+    "ignore_index": (None, False),
+    "pad_token_id": (0, True),
+}
+_STRINGS: dict[str, bool] = {
+    "mask_key": False,
+    "labels_key": False,
+    "decoder_mask_key": False,
+    "loss_mask_key": True,
+    "log_prefix": False,
+}
+
+
+def _option(default: Any, help: str) -> Any:
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=dict, metadata={"help": help})
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def refuses_unknown_options(cls: type[T]) -> type[T]:
+    """Class decorator: an unknown keyword raises ConfigError with its name, its value and the nearest known name."""
+    original = cls.__init__
+    known = [name for name in inspect.signature(original).parameters if name != "self"]
+
+    @functools.wraps(original)  # signature(), help() and command-line parsers keep seeing the typed options
+    def __init__(self: T, *args: Any, **options: Any) -> None:
+        for name, value in options.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+                raise ConfigError(f"{cls.__name__} has no option {name!r} (got {value!r}); {hint}")
+        original(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+    return cls
+
+
+@refuses_unknown_options
+@dataclass(frozen=True, kw_only=True)
+class PadMinConfig:
+    """What to remove and how the loss is reduced. Every option is explained in its `help` metadata.
+
+    Raises:
+        ConfigError: unknown option, wrong type, or value out of range; the message names option, value and fix.
+
+    Example:
+        >>> PadMinConfig(token_budget=8192).token_budget
+        8192
+        >>> PadMinConfig(token_buget=8192)
+        Traceback (most recent call last):
+        lightning_padmin.errors.ConfigError: PadMinConfig has no option 'token_buget' (got 8192); did you mean ...
+    """
+
+    enabled: bool = _option(True, "False: nothing is installed and nothing changes.")
+    token_budget: int | None = _option(
+        16_384,
+        "Most slots (rows x longest row, after rounding) that one micro-batch may have. None: the slots of the batch "
+        "as it came, so never more memory than without this library.",
+    )
+    loss_reduction: LossReduction | RowWeight = _option(
+        "token-mean",
+        "How training_step reduces its loss over a batch: token-mean, row-mean (alias sequence-mean), sum, or a "
+        "function batch -> tensor (rows,) of row weights u, for a loss that is sum(u * row loss) / sum(u).",
+    )
+    normalize: Literal["rank", "global"] = _option(
+        "rank",
+        "rank: the mean is taken on each rank and ranks are averaged, as without this library. global: one mean over "
+        "the batches of all ranks (another algorithm; on purpose only).",
+    )
+    label_shift: int | None = _option(
+        None,
+        "1 where the loss compares logits[:, :-1] with labels[:, 1:] (causal models of transformers), 0 where labels "
+        "line up with logits (pre-shifted labels, encoders). None: 1, and 0 for labels on the decoder axis.",
+    )
+    ignore_index: int = _option(-100, "Label of a slot that carries no loss.")
+    pad_token_id: int | None = _option(
+        None, "Filler for slots beyond the batch's own width; without it rounding stops at that width."
+    )
+    mask_key: str = _option("attention_mask", "Entry (rows, width) that is nonzero on real tokens.")
+    labels_key: str = _option("labels", "Entry with the labels, (rows, width) or (rows,).")
+    decoder_mask_key: str = _option("decoder_attention_mask", "Mask of the decoder side of encoder-decoder batches.")
+    loss_mask_key: str | None = _option(None, "Entry (rows, width) that is nonzero, or a weight, where loss is taken.")
+    batch_schema: Mapping[str, Field | str | Mapping[str, Any]] = _option(
+        {}, "What an entry is, by its key or dotted path: a Field, 'row', 'position', 'static', or a mapping."
+    )
+    static_keys: Sequence[str] = _option((), "Entries shared by all rows, passed on unchanged.")
+    pad_to_multiple_of: int = _option(1, "Micro-batch widths are rounded up to a multiple of this.")
+    max_rows: int | None = _option(None, "Most rows in one micro-batch.")
+    launch_cost: int = _option(128, "What one more micro-batch costs, in slots.")
+    method: Literal["optimal", "greedy"] = _option("optimal", "optimal, or greedy (fill and cut) to compare with.")
+    log_prefix: str = _option("padmin/", "Put before the name of every metric of this library.")
+    log_reduce: Mapping[str, LogReduction] = _option(
+        {}, "How values logged with a mean merge over micro-batches when not as the loss does, e.g. {'rows': 'sum'}."
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise ConfigError(f"enabled={self.enabled!r}: expected True or False")
+        for name, (smallest, optional) in _INTEGERS.items():
+            _check_integer(name, getattr(self, name), smallest, optional)
+        for name, optional in _STRINGS.items():
+            value = getattr(self, name)
+            if not (isinstance(value, str) or (value is None and optional)):
+                raise ConfigError(f"{name}={value!r}: expected a string" + (" or None" if optional else ""))
+        if isinstance(self.loss_reduction, str):
+            self._set("loss_reduction", _ALIASES.get(self.loss_reduction, self.loss_reduction))
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (name == "loss_reduction" and callable(value)):
+                raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+        if not isinstance(self.batch_schema, Mapping):
+            raise ConfigError(f"batch_schema={self.batch_schema!r}: expected a mapping from entry to Field")
+        self._set("batch_schema", {key: parse_field(key, value) for key, value in self.batch_schema.items()})
+        if isinstance(self.static_keys, str) or not all(isinstance(key, str) for key in self.static_keys):
+            raise ConfigError(f"static_keys={self.static_keys!r}: expected a list of keys")
+        self._set("static_keys", tuple(self.static_keys))
+        if not isinstance(self.log_reduce, Mapping):
+            raise ConfigError(f"log_reduce={self.log_reduce!r}: expected a mapping such as {{'rows': 'sum'}}")
+        for key, value in self.log_reduce.items():
+            if value not in _LOG_REDUCTIONS:
+                raise ConfigError(f"log_reduce[{key!r}]={value!r}: expected one of {', '.join(_LOG_REDUCTIONS)}")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """`batch_schema` with every value parsed."""
+        return cast("Mapping[str, Field]", self.batch_schema)
+
+
+def option_names() -> tuple[str, ...]:
+    """Names of all options, in the order of their definition."""
+    return tuple(field.name for field in dataclasses.fields(PadMinConfig))
+
+
+def _check_integer(name: str, value: object, smallest: int | None, optional: bool) -> None:
+    if value is None and optional:
+        return
+    kind = "an integer" + ("" if smallest is None else f" of at least {smallest}") + (" or None" if optional else "")
+    if isinstance(value, bool) or not isinstance(value, int) or (smallest is not None and value < smallest):
+        raise ConfigError(f"{name}={value!r}: expected {kind}")

@@ -1,0 +1,75 @@
+"""The one collective of the library, and the only file that touches `torch.distributed`.
+
+Before the first forward pass of a batch every rank tells all others a few integers: whether it refused its batch and
+why, how many micro-batches it wants, and how many loss tokens it holds. So all ranks run the same number of forward
+and backward passes, or all raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from lightning_padmin.errors import BatchError, ConfigError, PeerError, PlanError, SchemaError
+
+Exchange: TypeAlias = Callable[[Sequence[int]], NDArray[np.int64]]
+"""Takes this rank's integers, returns those of all ranks: (world, n), row r from rank r."""
+
+_REASONS = {kind.code: kind.__name__ for kind in (ConfigError, SchemaError, BatchError, PlanError)}
+
+
+def exchange_alone(values: Sequence[int]) -> NDArray[np.int64]:
+    """The exchange of one process: (1, n), no collective."""
+    return np.asarray([list(values)], dtype=np.int64)
+
+
+def exchange_all(values: Sequence[int], group: Any = None) -> NDArray[np.int64]:
+    """All-gathers integers over a process group; (1, n) where none is initialised.
+
+    Args:
+        values: n integers, the same n on every rank, each within int64.
+        group: the process group; default: the world.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return exchange_alone(values)
+    mine = torch.tensor(list(values), dtype=torch.int64, device=_collective_device(group))
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return torch.stack(gathered).cpu().numpy()
+
+
+def _collective_device(group: Any) -> torch.device:
+    """A device that the group's backend moves tensors of; CPU where it can, since nothing has to wait for it."""
+    backend = str(dist.get_backend_config(group))
+    if "cpu:" in backend or backend in ("gloo", "mpi"):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def raise_together(error: Exception | None, codes: NDArray[np.int64]) -> None:
+    """Raises this rank's own error, or PeerError when only other ranks have one.
+
+    Args:
+        error: what this rank wants to raise, or None.
+        codes: (world,) error codes of all ranks, 0 for none.
+    """
+    if error is not None:
+        raise error
+    failed = np.flatnonzero(codes)
+    if len(failed):
+        reason = _REASONS.get(int(codes[failed[0]]), "an error")
+        ranks = ", ".join(map(str, failed))
+        raise PeerError(f"rank {ranks} refused its batch ({reason}); its message stands in that rank's log")
+
+
+def world_size(group: Any = None) -> int:
+    """Number of ranks; 1 where no process group is initialised."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1

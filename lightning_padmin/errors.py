@@ -1,0 +1,47 @@
+"""Errors and warnings of the package.
+
+Every message names the key and the value that was found and says how to fix it. Each error class has a small
+integer `code`, because ranks tell each other in integers why a batch was refused (see `distributed`).
+"""
+
+from __future__ import annotations
+
+
+class PadMinError(ValueError):
+    """Base class of all refusals. Nothing has been changed or left half-installed when one is raised."""
+
+    code = 9
+
+
+class ConfigError(PadMinError):
+    """An option of `PadMinConfig` has an unknown name, a wrong type, or a value out of range."""
+
+    code = 1
+
+
+class SchemaError(PadMinError):
+    """The layout of a batch is unknown or ambiguous: which entry holds rows, positions, units."""
+
+    code = 2
+
+
+class BatchError(PadMinError):
+    """The layout is known but the values are malformed: an empty mask, labels outside of a row's span."""
+
+    code = 3
+
+
+class PlanError(PadMinError):
+    """The planner was asked for something impossible: lengths below 1, a budget of 0."""
+
+    code = 4
+
+
+class PeerError(PadMinError):
+    """Another rank refused its batch; its own message stands in that rank's log."""
+
+    code = 5
+
+
+class PadMinWarning(UserWarning):
+    """Something the user should know once: a row over budget, a target lost by the roll."""

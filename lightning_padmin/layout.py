@@ -1,0 +1,221 @@
+"""From the caller's batch to a micro-batch and back, through one index map.
+
+    columns of the batch   0 1 2 3 4 5        slots of the micro-batch   0 1 2 3
+    row a (start 2)        . . a b c .   ->                              a b c .
+    row b (start 0)        d e . f . .   ->                              d e . f      (an interior hole stays)
+
+Slot (i, j) takes column `(start[i] + j) mod L` of row `rows[i]`: leading padding moves behind the row (the roll),
+columns beyond the longest row are not taken (the trim), and what fills a slot is the row's own padding. Each entry
+is gathered from the caller's tensor directly; nothing is rolled or copied first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_padmin.errors import BatchError
+from lightning_padmin.rows import RowTable
+from lightning_padmin.schema import AXES, Axis, Field, Schema
+from lightning_padmin.tree import iter_leaves, map_leaves
+
+
+@dataclass(frozen=True)
+class SlotMap:
+    """Which row and column each slot of one micro-batch takes. n rows; widths W per axis.
+
+    Attributes:
+        rows: (n,) int64, rows of the batch, in the micro-batch's order.
+        start: (n, A) int64, first real column of each row.
+        length: (n, A) int64, span of each row.
+        widths: width W of the micro-batch per axis.
+        source_widths: width L of the batch per axis.
+    """
+
+    rows: NDArray[np.int64]
+    start: NDArray[np.int64]
+    length: NDArray[np.int64]
+    widths: tuple[int, ...]
+    source_widths: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def slots(self) -> int:
+        """Rows x width, both axes."""
+        return len(self) * sum(self.widths)
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """Whether the micro-batch is the batch as it is, so that the batch itself can be passed on."""
+        in_place = self.widths == self.source_widths and not self.start.any()
+        return in_place and np.array_equal(self.rows, np.arange(len(self.rows)))
+
+    def _axis(self, axis: Axis) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
+        k = AXES.index(axis)
+        return self.start[:, k], self.length[:, k], self.widths[k], self.source_widths[k]
+
+    def take(self, tensor: Tensor, field: Field) -> Tensor:
+        """The micro-batch's part of a row or position entry.
+
+        Args:
+            tensor: the caller's tensor, rows in `field.row_dim`; it is only read.
+            field: kind `"row"`, `"position"` or `"static"`.
+
+        Returns:
+            n in place of B, W in place of L; the tensor itself for a static entry.
+
+        Raises:
+            BatchError: the width goes beyond the batch's own and the field has no fill.
+        """
+        if field.kind == "static":
+            return tensor
+        rows = torch.as_tensor(self.rows, device=tensor.device)
+        if field.kind == "row":
+            return tensor.index_select(field.row_dim, rows)
+        start, _, width, source = self._axis(field.axis)
+        if not start.any() and width <= source:
+            for dim in field.position_dims:
+                tensor = tensor.narrow(dim, 0, width)
+            return self._continued(tensor.index_select(field.row_dim, rows), field)
+        if width > source and field.fill is None:
+            raise BatchError(f"width {width} is beyond the batch's own {source} and the entry has no fill value")
+        taken = self._gather(tensor, field, rows, start, width, source)
+        if width > source and not isinstance(field.fill, str | None):
+            for dim in field.position_dims:
+                taken.narrow(dim, source, width - source).fill_(field.fill)
+        return self._continued(taken, field)
+
+    def _gather(
+        self, tensor: Tensor, field: Field, rows: Tensor, start: NDArray[np.int64], width: int, source: int
+    ) -> Tensor:
+        columns = torch.as_tensor(start, device=tensor.device)[:, None] + torch.arange(width, device=tensor.device)
+        columns = columns % source
+        dims = (field.row_dim, *field.position_dims)
+        front = tensor.movedim(dims, tuple(range(len(dims))))
+        n = len(self)
+        index = [rows.view(n, *[1] * len(field.position_dims))]
+        for k in range(len(field.position_dims)):
+            shape = [n] + [1] * len(field.position_dims)
+            shape[1 + k] = width
+            index.append(columns.view(shape))
+        return front[tuple(index)].movedim(tuple(range(len(dims))), dims)
+
+    def _continued(self, taken: Tensor, field: Field) -> Tensor:
+        """Position ids beyond a row's end count on upward.
+
+        In a micro-batch of one row (models read a restart there as a second, packed document), and beyond the batch's
+        own width, where there is nothing to take.
+        """
+        if field.fill != "continue":
+            return taken
+        _, length, width, source = self._axis(field.axis)
+        end = length if len(self) == 1 else np.full(len(self), source)
+        beyond = np.arange(width) - (end[:, None] - 1)
+        if not (beyond > 0).any():
+            return taken
+        dim = field.position_dims[0]
+        front = taken.movedim((field.row_dim, dim), (0, 1))  # (n, W, ...)
+        steps = torch.as_tensor(beyond, device=taken.device).view(*beyond.shape, *[1] * (front.ndim - 2))
+        last = torch.as_tensor(np.minimum(end, width) - 1, device=taken.device)
+        anchor = front[torch.arange(len(self), device=taken.device), last].unsqueeze(1)
+        filled = torch.where(steps > 0, anchor + steps.to(taken.dtype), front)
+        return filled.movedim((0, 1), (field.row_dim, dim))
+
+    def restore(self, tensor: Tensor, first_column: int = 0, fill: float = 0, axis: Axis = "input") -> Tensor:
+        """An output (n, W', ...) of the micro-batch in the batch's layout (n, L, ...), its rows in `rows`' order.
+
+        Args:
+            tensor: column j belongs to slot `first_column + j`.
+            first_column: nonzero for models that return only their last columns.
+            fill: value of slots that are padding in the batch.
+            axis: which axis the positions run along.
+        """
+        start, length, _, source = self._axis(axis)
+        slot = np.arange(first_column, first_column + tensor.shape[1])
+        row, column = np.nonzero(slot[None, :] < length[:, None])
+        target = torch.as_tensor(start[row] + slot[column], device=tensor.device)
+        row_index, column_index = (torch.as_tensor(index, device=tensor.device) for index in (row, column))
+        restored = tensor.new_full((len(self), source, *tensor.shape[2:]), fill)
+        return restored.index_put((row_index, target), tensor[row_index, column_index])
+
+
+def pad_layout(
+    table: RowTable, rows: Sequence[int] | NDArray[np.int64], multiple: int = 1, max_widths: Sequence[int] | None = None
+) -> SlotMap:
+    """The padded layout of some rows: as wide as the longest of them, rounded up.
+
+    Args:
+        table: the batch's row table.
+        rows: row indices, in the order wanted.
+        multiple: widths become multiples of this ...
+        max_widths: ... but no wider than this per axis (default: no limit).
+    """
+    index = np.asarray(rows, dtype=np.int64)
+    longest = table.length[index].max(axis=0)
+    widths = [math.ceil(int(width) / multiple) * multiple for width in longest]
+    if max_widths is not None:
+        widths = [
+            max(min(width, limit), int(need)) for width, limit, need in zip(widths, max_widths, longest, strict=True)
+        ]
+    return SlotMap(index, table.start[index], table.length[index], tuple(widths), table.widths)
+
+
+def take_batch(batch: Any, schema: Schema, slots: SlotMap) -> Any:
+    """The micro-batch of `slots`: same container types, each entry by its field. The caller's batch is only read."""
+    leaves = dict(iter_leaves(batch, schema.fields))
+    units = _UnitIndex(schema, leaves, slots)
+
+    def take(path: str, leaf: Any) -> Any:
+        field = schema.fields[path]
+        if field.kind == "static":
+            return leaf
+        if field.kind == "unit":
+            return _take_first_dim(leaf, units.of(path))
+        if isinstance(leaf, list | tuple):
+            return type(leaf)(leaf[row] for row in slots.rows)
+        if isinstance(leaf, np.ndarray):
+            return slots.take(torch.from_numpy(leaf), field).numpy() if field.kind == "position" else leaf[slots.rows]
+        return slots.take(leaf, field)
+
+    return map_leaves(batch, take, schema.fields)
+
+
+def _take_first_dim(leaf: Any, index: NDArray[np.int64]) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.index_select(0, torch.as_tensor(index, device=leaf.device))
+    return leaf[index] if isinstance(leaf, np.ndarray) else type(leaf)(leaf[k] for k in index)
+
+
+class _UnitIndex:
+    """Which units (images, then the patches of those images) go with the rows of a micro-batch."""
+
+    def __init__(self, schema: Schema, leaves: Mapping[str, Any], slots: SlotMap) -> None:
+        self.schema, self.leaves, self.slots = schema, leaves, slots
+        self.by_name = {path: path for path in leaves} | {path.rsplit(".", 1)[-1]: path for path in leaves}
+
+    def of(self, path: str) -> NDArray[np.int64]:
+        """Indices along the first dimension of the unit entry at `path`."""
+        owner = self.by_name[str(self.schema.fields[path].counts)]
+        values = self.leaves[owner]
+        counts = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+        if self.schema.fields[owner].kind == "unit":  # e.g. patches counted by a grid per image
+            counts = counts.reshape(len(counts), -1).prod(axis=1)
+            chosen = self.of(owner)
+        else:
+            chosen = self.slots.rows
+        total = len(self.leaves[path])
+        if counts.ndim != 1 or counts.sum() != total or (counts < 0).any():
+            raise BatchError(f"{path!r} has {total} units, but {owner!r} counts {counts.tolist()}: they must sum to it")
+        ends = np.cumsum(counts)
+        parts = [np.arange(ends[k] - counts[k], ends[k]) for k in chosen]
+        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)

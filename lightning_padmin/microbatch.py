@@ -1,0 +1,336 @@
+"""From a batch to its micro-batches: schema, row table, plan, agreement over ranks, then one gather each.
+
+All that can fail happens in `MicroBatcher.prepare`, before the first forward pass. What it returns only gathers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
+from lightning_padmin.errors import PadMinError, PadMinWarning
+from lightning_padmin.layout import SlotMap, pad_layout, take_batch
+from lightning_padmin.planner import Plan, plan_micro_batches
+from lightning_padmin.rows import RowTable, measure
+from lightning_padmin.schema import AXES, Axis, Schema, infer_schema
+from lightning_padmin.stats import PaddingStats
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass.
+
+    Attributes:
+        batch: of the caller's type, rolled and trimmed.
+        weight: what its loss is multiplied by, so that gradients sum to those of the whole batch.
+        rows: (n,) int64, rows of the batch, in the micro-batch's order.
+        index: position in the sequence of micro-batches, 0 ... count - 1.
+        count: number of micro-batches.
+        is_dummy: a zero-weight copy of a row that only keeps this rank in step with others.
+    """
+
+    batch: Any
+    weight: float
+    rows: NDArray[np.int64]
+    index: int
+    count: int
+    is_dummy: bool = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpacks as `micro, weight`."""
+        return iter((self.batch, self.weight))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether gradients are to be synchronised after this one."""
+        return self.index == self.count - 1
+
+
+class MicroBatches(Sequence[MicroBatch]):
+    """The micro-batches of one batch, gathered when asked for; can be gone through any number of times.
+
+    Attributes:
+        plan: which rows go together (dummies are not part of it).
+        table: the batch's row table.
+        stats: what this batch costs before and after, on this rank.
+        slot_maps: one per micro-batch, dummies included.
+        weights: (K,) float64, weight of each micro-batch's loss; zeros where the batch has no loss tokens at all.
+        shares: (K,) float64, share of each micro-batch in a mean over the batch; sums to 1, 0 for dummies. Unlike
+            the weights also for a summed loss, a global mean, and a batch without loss tokens.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        schema: Schema,
+        table: RowTable,
+        plan: Plan,
+        slot_maps: Sequence[SlotMap],
+        weights: NDArray[np.float64],
+        shares: NDArray[np.float64],
+        stats: PaddingStats,
+    ) -> None:
+        self._batch, self.schema = batch, schema
+        self.table, self.plan, self.stats = table, plan, stats
+        self.slot_maps, self.weights, self.shares = tuple(slot_maps), weights, shares
+
+    def __len__(self) -> int:
+        return len(self.slot_maps)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(len(self)))]
+        k = range(len(self))[index]
+        slots = self.slot_maps[k]
+        batch = self._batch if slots.is_identity else take_batch(self._batch, self.schema, slots)
+        return MicroBatch(batch, float(self.weights[k]), slots.rows, k, len(self), k >= len(self.plan))
+
+    def restore_rows(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Per-row outputs (n_k, ...), one for each micro-batch that is no dummy, as (B, ...) in the batch's order."""
+        rows = np.concatenate([slots.rows for slots in self.slot_maps[: len(self.plan)]])
+        joined = torch.cat(list(outputs[: len(self.plan)]))
+        return joined.index_select(0, torch.as_tensor(np.argsort(rows), device=joined.device))
+
+    def restore(
+        self, outputs: Sequence[Tensor], first_column: int = 0, fill: float = 0, axis: Axis = "input"
+    ) -> Tensor:
+        """Per-position outputs (n_k, W_k, ...) as (B, L, ...) in the batch's own layout; padding slots get `fill`."""
+        parts = zip(self.slot_maps[: len(self.plan)], outputs, strict=False)
+        return self.restore_rows([slots.restore(part, first_column, fill, axis) for slots, part in parts])
+
+
+class MicroBatcher:
+    """Prepares one batch after the other, with what must be remembered between them.
+
+    Args:
+        config: the options.
+        schema: a fixed schema; by default each batch's own is inferred.
+        exchange: the collective (`distributed.exchange_all`); by default this process is alone.
+        encoder_decoder: the model is an encoder-decoder, so labels run along the decoder.
+    """
+
+    def __init__(
+        self,
+        config: PadMinConfig,
+        schema: Schema | None = None,
+        exchange: Exchange | None = None,
+        *,
+        encoder_decoder: bool = False,
+    ) -> None:
+        self.config, self.encoder_decoder = config, encoder_decoder
+        self._fixed_schema, self._last_schema = schema, schema
+        self._exchange = exchange or exchange_alone
+        self._said: set[str] = set()
+
+    def prepare(self, batch: Any) -> MicroBatches:
+        """Plans a batch, the same number of micro-batches on every rank.
+
+        Raises:
+            PadMinError: on every rank when any rank cannot plan its batch; nothing has run by then.
+        """
+        local: tuple[Schema, RowTable, Plan] | None = None
+        error: Exception | None = None
+        try:
+            local = self._plan(batch)
+        except Exception as caught:  # whatever it is, the other ranks must hear of it before this one raises
+            error = caught
+        agreed = self._exchange(self._message(local, error))
+        raise_together(error, agreed[:, 0])
+        assert local is not None
+        schema, table, plan = local
+        return self._assemble(batch, schema, table, plan, agreed)
+
+    def _message(self, local: tuple[Schema, RowTable, Plan] | None, error: Exception | None) -> list[int]:
+        """Error code, micro-batches, slots, and the total row weight (a float64's bits)."""
+        if local is None:
+            return [error.code if isinstance(error, PadMinError) else PadMinError.code, 0, 0, 0]
+        _, table, plan = local
+        total = np.float64(table.weight.sum()).view(np.int64)
+        return [0, len(plan), plan.slots, int(total)]
+
+    def read(self, batch: Any) -> tuple[Schema, RowTable]:
+        """Schema and row table of a batch; raises PadMinError for one that cannot be understood."""
+        config = self.config
+        schema = self._fixed_schema or infer_schema(
+            batch,
+            config.fields,
+            config.static_keys,
+            mask_key=config.mask_key,
+            labels_key=config.labels_key,
+            decoder_mask_key=config.decoder_mask_key,
+            loss_mask_key=config.loss_mask_key,
+            ignore_index=config.ignore_index,
+            pad_token_id=config.pad_token_id,
+            encoder_decoder=self.encoder_decoder,
+            previous=self._last_schema,
+        )
+        self._last_schema = schema
+        table = measure(
+            batch,
+            schema,
+            ignore_index=config.ignore_index,
+            label_shift=config.label_shift,
+            loss_reduction=config.loss_reduction,
+        )
+        return schema, table
+
+    def _plan(self, batch: Any) -> tuple[Schema, RowTable, Plan]:
+        config = self.config
+        schema, table = self.read(batch)
+        plan = plan_micro_batches(
+            table.length,
+            config.token_budget if config.token_budget is not None else table.slots,
+            pad_to_multiple_of=config.pad_to_multiple_of,
+            max_width=None if schema.can_widen else schema.widths,
+            max_rows=config.max_rows,
+            launch_cost=config.launch_cost,
+            method=config.method,
+            riders=table.weight == 0,
+        )
+        return schema, table, plan
+
+    def _assemble(
+        self, batch: Any, schema: Schema, table: RowTable, plan: Plan, agreed: NDArray[np.int64]
+    ) -> MicroBatches:
+        config, count = self.config, int(agreed[:, 1].max())
+        planned_slots = plan.slots
+        plan = plan.at_least(count)
+        limits = None if schema.can_widen else schema.widths
+        # One group holds all rows: keep them in the caller's order, so that an untouched batch is passed on as it is.
+        groups = list(plan.groups) if len(plan) > 1 else [np.arange(len(table))]
+        groups += [self._dummy_row(table)] * (count - len(plan))
+        maps = [pad_layout(table, rows, config.pad_to_multiple_of, limits) for rows in groups]
+        weights, shares = self._weights(table, groups, len(plan), agreed)
+        stats = PaddingStats(
+            batches=1,
+            rows=len(table),
+            real_tokens=int(table.real_tokens.sum()),
+            loss_tokens=int(table.loss_tokens.sum()),
+            slots_before=table.slots,
+            slots=sum(slots.slots for slots in maps),
+            micro_batches=len(maps),
+            dummies=count - len(plan),
+            over_budget_rows=len(plan.over_budget),
+            wait_slots=int(agreed[:, 2].max()) - planned_slots,
+            longest_row=int(table.length.sum(axis=1).max()),
+        )
+        self._tell(table)
+        return MicroBatches(batch, schema, table, plan, maps, weights, shares, stats)
+
+    @staticmethod
+    def _dummy_row(table: RowTable) -> NDArray[np.int64]:
+        """The shortest row that carries loss: one without would have the loss 0/0."""
+        carriers = np.flatnonzero(table.weight > 0)
+        candidates = carriers if len(carriers) else np.arange(len(table))
+        return candidates[[np.argmin(table.length.sum(axis=1)[candidates])]]
+
+    def _weights(
+        self, table: RowTable, groups: list[NDArray[np.int64]], real: int, agreed: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Weight and share of each micro-batch; see `MicroBatches`."""
+        is_real = np.arange(len(groups)) < real
+        total = table.weight.sum()
+        if total == 0:
+            rows = np.array([len(group) for group in groups]) * is_real
+            return np.zeros(len(groups)), rows / rows.sum()
+        own = np.array([table.weight[group].sum() for group in groups]) * is_real
+        shares = own / total
+        if self.config.loss_reduction == "sum":
+            return is_real.astype(np.float64), shares
+        if self.config.normalize == "global":
+            # Ranks are averaged afterwards, hence the mean over ranks of their totals.
+            return own / agreed[:, 3].view(np.float64).mean(), shares
+        return shares, shares
+
+    def _tell(self, table: RowTable) -> None:
+        if not table.has_loss:
+            self._once("a batch has no loss tokens at all: its loss is 0 and it moves nothing")
+        if table.lost_targets:
+            self._once(
+                f"{table.lost_targets} left-padded rows of a batch have a label on their first real token. Left "
+                "padded, it was predicted from a padding slot; rolled to the front, it has nothing before it and "
+                "carries no loss (as in a right-padded batch)"
+            )
+
+    def _once(self, message: str) -> None:
+        """Warns once for the life of this object, however often it happens and with whatever numbers."""
+        key = message.translate(str.maketrans("", "", "0123456789"))
+        if key not in self._said:
+            self._said.add(key)
+            warnings.warn(message, PadMinWarning, stacklevel=4)
+
+
+def iter_micro_batches(batch: Any, config: PadMinConfig | None = None) -> Iterator[MicroBatch]:
+    """The micro-batches of one batch in one process; unpack each as `micro, weight`.
+
+    Example:
+        >>> for micro, weight in iter_micro_batches(batch, PadMinConfig(token_budget=8192)):
+        ...     (model(**micro).loss * weight).backward()
+
+    Raises:
+        PadMinError: before the first micro-batch, for a batch that cannot be planned.
+    """
+    return iter(MicroBatcher(config or PadMinConfig()).prepare(batch))
+
+
+def sync_on_last(
+    micro_batches: Sequence[MicroBatch], no_sync: Callable[[], AbstractContextManager[Any]] | None
+) -> Iterator[MicroBatch]:
+    """Yields each micro-batch, all but the last inside of `no_sync()`, so that gradients are reduced once.
+
+    Forward and backward pass must both run in the loop's body: DistributedDataParallel decides in the forward pass.
+    """
+    for micro in micro_batches:
+        with nullcontext() if micro.is_last or no_sync is None else no_sync():
+            yield micro
+
+
+@dataclass(frozen=True)
+class CompactBatch:
+    """A whole batch, rolled and trimmed.
+
+    Attributes:
+        batch: of the caller's type.
+        lengths: (B,) int64 spans, or (B, 2) for encoder-decoder rows.
+        slots: the index map.
+    """
+
+    batch: Any
+    lengths: NDArray[np.int64]
+    slots: SlotMap
+
+    def restore(self, tensor: Tensor, first_column: int = 0, fill: float = 0, axis: Axis = "input") -> Tensor:
+        """A per-position output (B, W, ...) in the layout of the caller's batch, (B, L, ...)."""
+        return self.slots.restore(tensor, first_column, fill, axis)
+
+
+def compact(batch: Any, config: PadMinConfig | None = None) -> CompactBatch:
+    """Rolls left padding to the right and trims columns that are padding in every row; rows keep their order.
+
+    Args:
+        batch: anything `infer_schema` understands; it is only read. Labels are not needed.
+        config: the options; those about rounding, keys and schema count here.
+
+    Raises:
+        PadMinError: the batch's layout is ambiguous or its values are malformed.
+    """
+    config = replace(config or PadMinConfig(), loss_reduction="row-mean")
+    schema, table = MicroBatcher(config).read(batch)
+    limits = None if schema.can_widen else schema.widths
+    slots = pad_layout(table, np.arange(len(table)), config.pad_to_multiple_of, limits)
+    lengths = table.length if table.length.shape[1] == len(AXES) else table.length[:, 0]
+    return CompactBatch(batch if slots.is_identity else take_batch(batch, schema, slots), lengths, slots)

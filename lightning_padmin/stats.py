@@ -1,0 +1,146 @@
+"""Where the slots of a run went, as counts. Sums first, ratios last: a mean of per-batch ratios weights short batches
+like long ones, and a mean over ranks hides the rank that all others wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lightning_padmin.errors import PadMinError
+
+
+@dataclass
+class PaddingStats:
+    """Counts of one rank, or of several merged. All are sums except `longest_row`, which is a maximum.
+
+    The order of the fields below is the order of `as_counts`, which ranks send to each other: append, never reorder.
+    """
+
+    batches: int = 0
+    """Batches as the loader gave them."""
+    rows: int = 0
+    """Rows of those batches; dummies do not count."""
+    real_tokens: int = 0
+    """Attended tokens."""
+    loss_tokens: int = 0
+    """Tokens that carry loss."""
+    slots_before: int = 0
+    """Slots as the batches came: rows x width."""
+    slots: int = 0
+    """Slots that were run, dummies included."""
+    micro_batches: int = 0
+    """Micro-batches that were run, dummies included."""
+    dummies: int = 0
+    """Zero-weight micro-batches that only kept ranks in step."""
+    over_budget_rows: int = 0
+    """Rows that exceeded the token budget by themselves."""
+    wait_slots: int = 0
+    """Slots other ranks ran while this one had nothing to do: per batch, those of the busiest rank minus its own."""
+    longest_row: int = 0
+    """Length of the longest row, in tokens, axes summed."""
+
+    def __add__(self, other: PaddingStats) -> PaddingStats:
+        """Counts of both together, as a new object."""
+        if not isinstance(other, PaddingStats):
+            return NotImplemented
+        return self.merge_ranks([self.as_counts(), other.as_counts()])
+
+    def merge(self, other: PaddingStats) -> PaddingStats:
+        """The same as `self + other`; neither is changed."""
+        return self + other
+
+    def as_counts(self) -> list[int]:
+        """The counts in the order of the fields, for a collective over ranks."""
+        return [int(getattr(self, name)) for name in _NAMES]
+
+    @classmethod
+    def from_counts(cls, row: ArrayLike) -> PaddingStats:
+        """The inverse of `as_counts`.
+
+        Args:
+            row: (11,) integers.
+
+        Raises:
+            PadMinError: another number of counts, as sent by another version of the package.
+        """
+        return cls.merge_ranks([row])
+
+    @classmethod
+    def merge_ranks(cls, table: ArrayLike) -> PaddingStats:
+        """Counts of all ranks together.
+
+        Args:
+            table: (world, 11) integers, one `as_counts` per rank, as an exchange returns them.
+
+        Raises:
+            PadMinError: another number of counts, as sent by another version of the package.
+        """
+        counts = np.asarray(table)
+        if counts.ndim != 2 or counts.shape[1] != len(_NAMES) or counts.dtype.kind not in "iu":
+            raise PadMinError(
+                f"counts have shape {counts.shape} and dtype {counts.dtype}, expected integers (ranks, {len(_NAMES)}): "
+                "run the same version of lightning-padmin on every rank"
+            )
+        # Python integers: a long run's sum over many ranks may pass int64.
+        columns = counts.T.tolist()
+        return cls(
+            **{n: max(c, default=0) if n in _MAXIMA else sum(c) for n, c in zip(_NAMES, columns, strict=True)}
+        )
+
+    @property
+    def waste(self) -> float:
+        """Padding fraction of what was run, 1 - real_tokens / slots."""
+        return 1.0 - self.real_tokens / self.slots if self.slots else 0.0
+
+    @property
+    def waste_before(self) -> float:
+        """Padding fraction of the batches as they came, 1 - real_tokens / slots_before."""
+        return 1.0 - self.real_tokens / self.slots_before if self.slots_before else 0.0
+
+    @property
+    def idle(self) -> float:
+        """Share of slots that ranks waited for, wait_slots / (wait_slots + slots)."""
+        return self.wait_slots / (self.wait_slots + self.slots) if self.wait_slots else 0.0
+
+    def metrics(self, prefix: str = "padmin/") -> dict[str, float | int]:
+        """What loggers get: ratios of the sums, and the counts that mean something on their own."""
+        values: dict[str, float | int] = {
+            "waste": self.waste,
+            "waste_before": self.waste_before,
+            "real_tokens": self.real_tokens,
+            "loss_tokens": self.loss_tokens,
+            "slots": self.slots,
+            "micro_batches": self.micro_batches,
+            "longest_row": self.longest_row,
+            "dummies": self.dummies,
+            "over_budget_rows": self.over_budget_rows,
+            "idle": self.idle,
+        }
+        return {prefix + name: value for name, value in values.items()}
+
+    def state_dict(self) -> dict[str, int]:
+        """All counts by name, as plain integers."""
+        return dict(zip(_NAMES, self.as_counts(), strict=True))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces all counts; one that is missing becomes 0, as in a state from before it existed.
+
+        Raises:
+            PadMinError: a key is unknown or its value is no integer; nothing has been changed then.
+        """
+        for name, value in state.items():
+            if name not in _NAMES:
+                raise PadMinError(f"{name!r} is no count of PaddingStats; expected {', '.join(_NAMES)}")
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise PadMinError(f"{name}={value!r} must be an integer count")
+        for name in _NAMES:
+            setattr(self, name, int(state.get(name, 0)))
+
+
+_NAMES = tuple(f.name for f in fields(PaddingStats))
+_MAXIMA = frozenset({"longest_row"})
