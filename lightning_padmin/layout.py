@@ -38,6 +38,7 @@ class SlotMap:
         length: (n, A) int64, span of each row.
         widths: width W of the micro-batch per axis.
         source_widths: width L of the batch per axis.
+        source_rows: rows B of the batch.
     """
 
     rows: NDArray[np.int64]
@@ -45,6 +46,7 @@ class SlotMap:
     length: NDArray[np.int64]
     widths: tuple[int, ...]
     source_widths: tuple[int, ...]
+    source_rows: int
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -58,7 +60,7 @@ class SlotMap:
     def is_identity(self) -> bool:
         """Whether the micro-batch is the batch as it is, so that the batch itself can be passed on."""
         in_place = self.widths == self.source_widths and not self.start.any()
-        return in_place and np.array_equal(self.rows, np.arange(len(self.rows)))
+        return in_place and np.array_equal(self.rows, np.arange(self.source_rows))
 
     def _axis(self, axis: Axis) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
         k = AXES.index(axis)
@@ -167,7 +169,7 @@ def pad_layout(
         widths = [
             max(min(width, limit), int(need)) for width, limit, need in zip(widths, max_widths, longest, strict=True)
         ]
-    return SlotMap(index, table.start[index], table.length[index], tuple(widths), table.widths)
+    return SlotMap(index, table.start[index], table.length[index], tuple(widths), table.widths, len(table))
 
 
 def take_batch(batch: Any, schema: Schema, slots: SlotMap) -> Any:

@@ -271,7 +271,7 @@ class MicroBatcher:
         key = message.translate(str.maketrans("", "", "0123456789"))
         if key not in self._said:
             self._said.add(key)
-            warnings.warn(message, PadMinWarning, stacklevel=4)
+            warnings.warn(message, PadMinWarning, stacklevel=5)
 
 
 def iter_micro_batches(batch: Any, config: PadMinConfig | None = None) -> Iterator[MicroBatch]:

@@ -156,7 +156,7 @@ def fit(module: pl.LightningModule, batches: Sequence[Any], *callbacks: pl.Callb
         "enable_model_summary": False,
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"lightning\.")
         trainer = pl.Trainer(callbacks=list(callbacks), **(defaults | options))
         trainer.fit(module, loader(batches))
     return trainer

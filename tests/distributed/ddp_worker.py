@@ -1,0 +1,249 @@
+"""One rank of the scenarios in test_ddp.py: `python ddp_worker.py RESULT_FILE [scenario ...]`, rank from the environment.
+
+Each scenario runs real Trainers under DDPStrategy with gloo and returns what the test compares.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import support
+import torch
+import torchmetrics
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_padmin import MicroBatcher, PadMinCallback
+
+RANK = int(os.environ["LOCAL_RANK"])
+# Natural counts under BUDGET: five micro-batches on rank 0, one on rank 1.
+BUDGET = 24
+UNEVEN = ([[24, 20, 12, 12, 6, 6, 6, 6, 3, 2]], [[4, 3, 5, 2]])
+FIVE, ONE = UNEVEN[0][0], UNEVEN[1][0]
+
+
+def batches(seed: int = 0, count: int = 5, lengths: Sequence[Sequence[int]] = (FIVE, ONE)) -> list[dict[str, torch.Tensor]]:
+    """This rank's batches; in every one rank 0 has `lengths[0]`, rank 1 `lengths[1]`, in another order each time."""
+    own = list(lengths[RANK])
+    return [support.make_batch(own[k % len(own) :] + own[: k % len(own)], seed=seed + 7 * k + RANK) for k in range(count)]
+
+
+def callback(**options: Any) -> PadMinCallback:
+    return PadMinCallback(**({"token_budget": BUDGET, "launch_cost": 4} | options))
+
+
+def fit(module: support.Module, data: Sequence[Any], *callbacks: Any, ddp: dict[str, Any] | None = None, **options: Any) -> Any:
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60), **(ddp or {}))
+    defaults = {"strategy": strategy, "devices": 2, "plugins": [LightningEnvironment()], "use_distributed_sampler": False}
+    return support.fit(module, data, *callbacks, **(defaults | options))
+
+
+def record(module: support.Module) -> dict[str, Any]:
+    return {
+        "gradients": module.gradients,
+        "parameters": support.flat_parameters(module.model),
+        "losses": module.losses,
+        "shapes": module.shapes,
+    }
+
+
+def pair(make: Callable[[], support.Module], data: Sequence[Any], options: dict[str, Any], **fit_options: Any) -> dict[str, Any]:
+    """The same fit without and with the callback."""
+    plain, split, added = make(), make(), callback(**options)
+    fit(plain, data, **fit_options)
+    trainer = fit(split, data, added, **fit_options)
+    logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return {"plain": record(plain), "split": record(split), "stats": added.stats.state_dict(), "logged": logged}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def uneven() -> Any:
+    """Counts 5 against 1, accumulate 2 with a ragged tail, clipping, AdamW."""
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    return pair(lambda: support.Module(optimizer=adamw), batches(), {}, **options)
+
+
+def equal_weights() -> Any:
+    """Negative control: every micro-batch weighs 1/K."""
+    original = MicroBatcher._weights
+    MicroBatcher._weights = lambda *args: (np.full(len(args[2]), 1 / len(args[2])), original(*args)[1])
+    try:
+        return pair(support.Module, batches(count=2), {})
+    finally:
+        MicroBatcher._weights = original
+
+
+def logged() -> Any:
+    """What reaches the loggers, for two batches with a hand count in the test."""
+    directory = Path(sys.argv[1]).with_suffix("") / "csv"
+    logger = CSVLogger(directory, name="", version="")
+    added = callback()
+    trainer = fit(support.Module(), batches(count=2), added, logger=logger, log_every_n_steps=1)
+    return {
+        "callback_metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "csv": (directory / "metrics.csv").read_text() if RANK == 0 else "",
+        "stats": added.stats.state_dict(),
+    }
+
+
+def out_of_rows() -> Any:
+    """Four micro-batches against two rows: two dummies. torchmetrics and outputs must not see them."""
+
+    class Counting(support.Module):
+        def __init__(self) -> None:
+            super().__init__(output=lambda batch, loss: {"loss": loss, "first": batch["input_ids"][:, 0]})
+            self.rows = torchmetrics.SumMetric(sync_on_compute=False)
+            self.firsts: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.rows.update(float(len(batch["input_ids"])))
+            self.log("rows", self.rows, on_epoch=True, on_step=False)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.firsts.append((outputs["first"], batch["input_ids"][:, 0]))
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+    data = batches(count=2, lengths=([8, 8, 8, 8], [3, 3]))
+    made: list[Counting] = []
+
+    def make() -> Counting:
+        made.append(Counting())
+        return made[-1]
+
+    result = pair(make, data, {"token_budget": 8})
+    return result | {"firsts": made[1].firsts, "rows": [float(result["logged"]["rows"]), 2 * len(data[0]["labels"])]}
+
+
+def no_loss_on_one_rank() -> Any:
+    """Rank 1 has no loss token in its second batch; against rank 0's gradient halved (the average with zero)."""
+    data = batches(count=2)
+    if RANK == 1:
+        data[1]["labels"].fill_(-100)
+    module = support.Module()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module, data, callback(), max_steps=2)
+    alone = support.Module()
+    alone.model.load_state_dict(support.Module().model.state_dict())
+    first = support.Module()
+    fit(first, data[:1], callback())
+    second = support.Module()
+    second.model.load_state_dict(first.model.state_dict())
+    second.loss(data[1]).backward()
+    own = support.flat_gradient(second.model) if RANK == 0 else torch.zeros_like(module.gradients[1])
+    told = [str(w.message) for w in caught if "no loss tokens" in str(w.message)]
+    return {"gradient": module.gradients[1], "own": own, "told": told}
+
+
+def global_mean() -> Any:
+    """normalize="global": the gradient of the token mean over both ranks' rows."""
+    module = support.Module()
+    fit(module, batches(count=1), callback(normalize="global"))
+    per_rank = support.Module()
+    fit(per_rank, batches(count=1), callback())
+    both = [support.make_batch(lengths, seed=rank) for rank, lengths in enumerate((FIVE, ONE))]
+    by_hand = support.Module()
+    losses = [support.token_losses(by_hand.model(b["input_ids"]), b["labels"]).sum() for b in both]
+    tokens = sum(int((b["labels"][:, 1:] != -100).sum()) for b in both)
+    (sum(losses) / tokens).backward()
+    return {
+        "gradient": module.gradients[0],
+        "by_hand": support.flat_gradient(by_hand.model),
+        "per_rank": per_rank.gradients[0],
+    }
+
+
+def one_rank_malformed() -> Any:
+    """Rank 1's mask is all zero: both ranks raise before a forward pass, and the next fit works."""
+    data = batches(count=1)
+    if RANK == 1:
+        data[0]["attention_mask"].zero_()
+    module = support.Module()
+    try:
+        fit(module, data, callback())
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    else:
+        message = "nothing raised"
+    again = pair(support.Module, batches(count=1), {})
+    return {"message": message, "forwards": len(module.shapes), "again": again}
+
+
+def reductions() -> Any:
+    """How often DistributedDataParallel reduces a bucket in one batch of five micro-batches."""
+    calls = [0]
+
+    def hook(state: Any, bucket):  # type: ignore[no-untyped-def]  # torch refuses string annotations here
+        calls[0] += 1
+        return torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    class Counted(support.Module):
+        def on_train_start(self) -> None:  # Lightning's own option registers hooks on CUDA only
+            self.trainer.strategy.model.register_comm_hook(None, hook)
+
+    counts = []
+    for added in ([], [callback()]):
+        calls[0] = 0
+        fit(Counted(), batches(count=3), *added)
+        counts.append(calls[0])
+    return counts
+
+
+def synchronised_logging() -> Any:
+    """self.log(sync_dist=True) per step with uneven counts: no hang, the values of the un-split run."""
+
+    class Logging(support.Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("synced", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch["labels"]))
+            rows = torch.tensor(float(len(batch["labels"])))
+            self.log("rows", rows, on_step=True, on_epoch=False, sync_dist=True, reduce_fx="sum")
+            return loss
+
+    values = []
+    for added in ([], [callback()]):
+        trainer = fit(Logging(), batches(count=3), *added)
+        values.append({k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("padmin")})
+    return values
+
+
+def variants() -> Any:
+    """DDP with find_unused_parameters, and with a static graph."""
+    return {
+        "find_unused": pair(support.Module, batches(count=2), {}, ddp={"find_unused_parameters": True}),
+        "static_graph": pair(support.Module, batches(count=2), {}, ddp={"static_graph": True}),
+        "bucket_view": pair(support.Module, batches(count=2), {}, ddp={"gradient_as_bucket_view": True}),
+    }
+
+
+def one_rank_fails() -> Any:
+    """Rank 1 raises in its second micro-batch. Never returns a result; both processes must end."""
+
+    class Failing(support.Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if RANK == 1 and len(self.shapes) == 1:
+                raise RuntimeError("rank 1 fails in its second micro-batch")
+            return super().training_step(batch, batch_idx)
+
+    fit(Failing(), batches(count=2), callback())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    output, names = Path(sys.argv[1]), sys.argv[2:]
+    results = {name: globals()[name]() for name in names}
+    torch.save(results, output.with_suffix(f".rank{RANK}.pt"))

@@ -1,0 +1,185 @@
+"""PadMinCallback under DDP: two real gloo processes, uneven work, against the same Trainers without the callback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support
+import torch
+
+from lightning_padmin import plan_micro_batches
+
+WORKER = Path(__file__).with_name("ddp_worker.py")
+SCENARIOS = [
+    "uneven",
+    "equal_weights",
+    "logged",
+    "out_of_rows",
+    "no_loss_on_one_rank",
+    "global_mean",
+    "one_rank_malformed",
+    "reductions",
+    "synchronised_logging",
+    "variants",
+]
+FIVE, ONE, BUDGET = [24, 20, 12, 12, 6, 6, 6, 6, 3, 2], [4, 3, 5, 2], 24
+Ranks = list[dict[str, Any]]
+
+
+def start(output: Path, *names: str) -> list[subprocess.Popen[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+    command = [sys.executable, str(WORKER), str(output), *names]
+    return [
+        subprocess.Popen(
+            command, env=common | {"LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(2)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], timeout: float) -> list[tuple[int, str]]:
+    """Exit code and output of every process; kills what outlives the timeout, and fails."""
+    end = time.monotonic() + timeout
+    try:
+        outputs = [process.communicate(timeout=max(end - time.monotonic(), 1))[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    output = tmp_path_factory.mktemp("ddp") / "result.out"
+    for code, text in finish(start(output, *SCENARIOS), timeout=240):
+        assert code == 0, text[-6000:]
+    return [torch.load(output.with_suffix(f".rank{rank}.pt"), weights_only=False) for rank in range(2)]
+
+
+def worst(result: dict[str, Any]) -> float:
+    pairs = zip(result["split"]["gradients"], result["plain"]["gradients"], strict=True)
+    return max(support.relative(a, b) for a, b in pairs)
+
+
+def test_natural_counts_are_five_and_one() -> None:
+    assert [len(plan_micro_batches(lengths, BUDGET, launch_cost=4)) for lengths in (FIVE, ONE)] == [5, 1]
+
+
+def test_uneven_counts_accumulation_clipping(ranks: Ranks) -> None:
+    for rank in ranks:
+        result = rank["uneven"]
+        assert len(result["plain"]["gradients"]) == 3
+        assert worst(result) <= 1e-12
+        assert support.relative(result["split"]["parameters"], result["plain"]["parameters"]) <= 1e-12
+        torch.testing.assert_close(result["split"]["losses"], result["plain"]["losses"], rtol=1e-12, atol=0)
+        assert len(result["split"]["shapes"]) == 5 * len(result["plain"]["shapes"])
+        assert result["stats"]["micro_batches"] == 25
+    assert torch.equal(ranks[0]["uneven"]["split"]["parameters"], ranks[1]["uneven"]["split"]["parameters"])
+
+
+def test_negative_control_equal_weights(ranks: Ranks) -> None:
+    assert worst(ranks[0]["equal_weights"]) > 0.1
+
+
+def test_logged_values_on_both_ranks_equal_a_hand_count(ranks: Ranks) -> None:
+    # Rank 0, first batch: lengths 24 | 20 | 12 12 | 6 6 6 6 | 3 2, slots 24 + 20 + 24 + 24 + 6 = 98.
+    # Rank 1 must come to five with four rows 5 4 3 2: four single rows, 14 slots, and a dummy of the shortest, 2.
+    real, before = sum(FIVE) + sum(ONE), 10 * 24 + 4 * 5
+    slots = 98 + 14 + 2
+    expected = {
+        "real_tokens": real,
+        "loss_tokens": real - 14,  # one prompt token in each of 10 + 4 rows
+        "slots": slots,
+        "waste": 1 - real / slots,
+        "waste_before": 1 - real / before,
+        "micro_batches": 10,
+        "longest_row": 24,
+        "dummies": 1,
+        "over_budget_rows": 0,
+        # Before the counts were aligned rank 1 planned one micro-batch of 4 x 5 slots, rank 0 waits for nobody.
+        "idle": (98 - 20) / (98 - 20 + slots),
+    }
+    for rank in ranks:
+        found = rank["logged"]["callback_metrics"]
+        for name, value in expected.items():
+            assert found[f"padmin/{name}"] == pytest.approx(value, rel=1e-6), name
+    header, *rows = ranks[0]["logged"]["csv"].splitlines()
+    columns = header.split(",")
+    written = [dict(zip(columns, row.split(","), strict=True)) for row in rows]
+    written = [row for row in written if row["padmin/slots"]]
+    assert [row["step"] for row in written] == ["0", "1"]
+    for row in written:
+        for name, value in expected.items():
+            assert float(row[f"padmin/{name}"]) == pytest.approx(value, rel=1e-9), name
+
+
+def test_dummies_keep_ranks_in_step_and_out_of_everything_else(ranks: Ranks) -> None:
+    for index, rank in enumerate(ranks):
+        result = rank["out_of_rows"]
+        assert worst(result) <= 1e-12
+        assert len(result["split"]["shapes"]) == 8
+        assert result["stats"]["dummies"] == (0, 4)[index]
+        assert result["rows"][0] == result["rows"][1]
+        for merged, original in result["firsts"]:
+            assert torch.equal(merged, original)
+
+
+def test_a_rank_without_loss_tokens_contributes_zero(ranks: Ranks) -> None:
+    by_hand = ranks[0]["no_loss_on_one_rank"]["own"] / 2
+    for rank in ranks:
+        assert support.relative(rank["no_loss_on_one_rank"]["gradient"], by_hand) <= 1e-12
+    assert [len(rank["no_loss_on_one_rank"]["told"]) for rank in ranks] == [0, 1]
+
+
+def test_global_mean(ranks: Ranks) -> None:
+    for rank in ranks:
+        result = rank["global_mean"]
+        assert support.relative(result["gradient"], result["by_hand"]) <= 1e-12
+        assert support.relative(result["per_rank"], result["by_hand"]) > 0.1
+
+
+def test_all_ranks_raise_when_one_batch_is_malformed(ranks: Ranks) -> None:
+    first, second = (rank["one_rank_malformed"] for rank in ranks)
+    assert first["message"].startswith("PeerError: rank 1 refused its batch (BatchError)")
+    assert second["message"].startswith("BatchError: 'attention_mask' is all zero")
+    for result in (first, second):
+        assert result["forwards"] == 0
+        assert worst(result["again"]) <= 1e-12
+
+
+def test_gradients_are_reduced_once_per_batch(ranks: Ranks) -> None:
+    for rank in ranks:
+        plain, split = rank["reductions"]
+        assert plain == split > 0
+
+
+def test_synchronised_logging_neither_hangs_nor_changes(ranks: Ranks) -> None:
+    for rank in ranks:
+        plain, split = rank["synchronised_logging"]
+        assert split == pytest.approx(plain, rel=1e-6)
+        assert plain["rows"] == 14
+
+
+@pytest.mark.parametrize("variant", ["find_unused", "static_graph", "bucket_view"])
+def test_variants_of_ddp(ranks: Ranks, variant: str) -> None:
+    for rank in ranks:
+        assert worst(rank["variants"][variant]) <= 1e-12
+        assert len(rank["variants"][variant]["split"]["shapes"]) == 10
+
+
+def test_both_processes_end_when_one_raises_in_a_micro_batch(tmp_path: Path) -> None:
+    (code_0, _), (code_1, text_1) = finish(start(tmp_path / "result.out", "one_rank_fails"), timeout=150)
+    assert code_0 != 0
+    assert code_1 != 0
+    assert "rank 1 fails in its second micro-batch" in text_1
