@@ -1,5 +1,7 @@
-"""Where the slots of a run went, as counts. Sums first, ratios last: a mean of per-batch ratios weights short batches
-like long ones, and a mean over ranks hides the rank that all others wait for.
+"""Where the slots of a run went, as counts.
+
+Sums first, ratios last: a mean of per-batch ratios would weight short batches like long ones, and a mean over
+ranks would hide the rank that all others wait for.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from lightning_padmin.errors import PadMinError
 class PaddingStats:
     """Counts of one rank, or of several merged. All are sums except `longest_row`, which is a maximum.
 
-    The order of the fields below is the order of `as_counts`, which ranks send to each other: append, never reorder.
+    The order of the fields below is the order of `as_counts`, which ranks send to each other.
     """
 
     batches: int = 0
@@ -40,7 +42,7 @@ class PaddingStats:
     over_budget_rows: int = 0
     """Rows that exceeded the token budget by themselves."""
     wait_slots: int = 0
-    """Slots other ranks ran while this one had nothing to do: per batch, those of the busiest rank minus its own."""
+    """Slots this rank waited for: per batch, those of the rank with most minus its own."""
     longest_row: int = 0
     """Length of the longest row, in tokens, axes summed."""
 
@@ -68,7 +70,7 @@ class PaddingStats:
         Raises:
             PadMinError: another number of counts, as sent by another version of the package.
         """
-        return cls.merge_ranks([row])
+        return cls.merge_ranks(np.asarray(row)[None])
 
     @classmethod
     def merge_ranks(cls, table: ArrayLike) -> PaddingStats:
@@ -83,14 +85,12 @@ class PaddingStats:
         counts = np.asarray(table)
         if counts.ndim != 2 or counts.shape[1] != len(_NAMES) or counts.dtype.kind not in "iu":
             raise PadMinError(
-                f"counts have shape {counts.shape} and dtype {counts.dtype}, expected integers (ranks, {len(_NAMES)}): "
+                f"counts have shape {counts.shape} of {counts.dtype}, expected integers as (ranks, {len(_NAMES)}): "
                 "run the same version of lightning-padmin on every rank"
             )
         # Python integers: a long run's sum over many ranks may pass int64.
         columns = counts.T.tolist()
-        return cls(
-            **{n: max(c, default=0) if n in _MAXIMA else sum(c) for n, c in zip(_NAMES, columns, strict=True)}
-        )
+        return cls(**{n: max(c, default=0) if n in _MAXIMA else sum(c) for n, c in zip(_NAMES, columns, strict=True)})
 
     @property
     def waste(self) -> float:
