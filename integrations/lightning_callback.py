@@ -50,7 +50,7 @@ class PadMinCallback(pl.Callback):
         config: a `PadMinConfig` in place of single options. All other options are explained there.
 
     Attributes:
-        stats: `PaddingStats` of this rank since training began (kept in checkpoints).
+        stats: `PaddingStats` of this rank, over all fits with this callback (kept in checkpoints).
         micro_index, micro_count: which micro-batch runs, for hooks that fire once for each.
 
     Raises:
@@ -87,8 +87,8 @@ class PadMinCallback(pl.Callback):
         config: PadMinConfig | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in option_names()}
-        given["batch_schema"] = batch_schema or {}
-        given["log_reduce"] = log_reduce or {}
+        given["batch_schema"] = {} if batch_schema is None else batch_schema
+        given["log_reduce"] = {} if log_reduce is None else log_reduce
         self.config = _one_config(PadMinConfig(**given), config)
         self.stats = PaddingStats()
         self.micro_index, self.micro_count = 0, 1
@@ -101,6 +101,7 @@ class PadMinCallback(pl.Callback):
         """Refuses what cannot be exact, then replaces the optimization loop."""
         if not self.config.enabled:
             return
+        self._remove()  # in case an earlier fit ended without telling us
         _refuse_unsupported(trainer, pl_module)
         self._exchange = exchange_all if trainer.world_size > 1 else exchange_alone
         self._batcher = MicroBatcher(
@@ -110,9 +111,15 @@ class PadMinCallback(pl.Callback):
         self._restore = lightning_loop.install(trainer, self._prepare, self._progress, dict(self.config.log_reduce))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuses several loaders at once and batch normalization, known only now."""
+        """Refuses several loaders at once, known only now."""
         if self.config.enabled:
             _refuse_combined_loaders(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Refuses batch normalization in training mode, which hooks and other callbacks switch at any time."""
+        if self.config.enabled:
             _refuse_batch_norm(pl_module)
 
     def on_train_batch_end(
@@ -120,12 +127,12 @@ class PadMinCallback(pl.Callback):
     ) -> None:
         """Writes the metrics of the batches since the last time, at Lightning's own logging steps."""
         if self.config.enabled and lightning_loop.is_logging_step(trainer):
-            self._log(trainer)
+            self._log(trainer, lightning_loop.logging_step(trainer))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes what has not been written yet, so that short runs have metrics too."""
         if self.config.enabled and self._since_log.batches:
-            self._log(trainer)
+            self._log(trainer, lightning_loop.last_step(trainer))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the Trainer as it was."""
@@ -144,6 +151,11 @@ class PadMinCallback(pl.Callback):
         if "stats" in state_dict:
             self.stats.load_state_dict(state_dict["stats"])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies are not part of a running fit, and do not drag the module along: Lightning sets its `log` here."""
+        own = {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
+        return own | {"_restore": None, "_batcher": None}
+
     def _remove(self) -> None:
         if self._restore is not None:
             self._restore()
@@ -159,17 +171,19 @@ class PadMinCallback(pl.Callback):
     def _progress(self, index: int, count: int) -> None:
         self.micro_index, self.micro_count = index, count
 
-    def _log(self, trainer: pl.Trainer) -> None:
+    def _log(self, trainer: pl.Trainer, step: int) -> None:
         """Merges the counts over ranks (all of them come here at the same step), then takes the ratios."""
         merged = PaddingStats.merge_ranks(self._exchange(self._since_log.as_counts()))
         self._since_log = PaddingStats()
+        if not merged.batches:  # the loader gave None, or a hook skipped them
+            return
         metrics = merged.metrics(self.config.log_prefix)
         device = trainer.strategy.root_device
         trainer.callback_metrics.update(
             {name: torch.tensor(float(value), device=device) for name, value in metrics.items()}
         )
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=lightning_loop.logging_step(trainer))
+            logger.log_metrics(metrics, step=step)
 
 
 def _one_config(options: PadMinConfig, config: PadMinConfig | None) -> PadMinConfig:
@@ -223,11 +237,12 @@ def _refuse_combined_loaders(trainer: pl.Trainer) -> None:
 
 def _refuse_batch_norm(module: nn.Module) -> None:
     for name, child in module.named_modules():
-        if isinstance(child, _BatchNorm) and child.training:
+        if isinstance(child, _BatchNorm) and (child.training or child.running_mean is None):
+            mode = "in training mode" if child.training else "without running statistics"
             raise MisconfigurationException(
-                f"{name} is a {type(child).__name__} in training mode: its statistics depend on which rows run "
-                "together, so a split batch trains something else. Put it in eval mode, replace it (LayerNorm), or "
-                "use PadMinCallback(enabled=False)"
+                f"{name} is a {type(child).__name__} {mode}: what it does depends on which rows run together, so a "
+                "split batch trains something else. Put it in eval mode with running statistics, replace it "
+                "(LayerNorm), or use PadMinCallback(enabled=False)"
             )
 
 

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops import utilities
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -26,14 +26,15 @@ from lightning_padmin.integrations.lightning_merge import LogRecorder, MetricGua
 from lightning_padmin.microbatch import MicroBatches
 
 OLDEST = (2, 5, 2)
-_EXPECTED: dict[Callable[..., Any], list[str]] = {
-    _AutomaticOptimization._make_closure: ["self", "kwargs", "optimizer", "batch_idx"],
-    _AutomaticOptimization._training_step: ["self", "kwargs"],
-    _AutomaticOptimization._make_backward_fn: ["self", "optimizer"],
-    _AutomaticOptimization._make_zero_grad_fn: ["self", "batch_idx", "optimizer"],
-    _ResultCollection.log: ["self", "fx", "name", "value"],
-    _block_parallel_sync_behavior: ["strategy", "block"],
-}
+# owner, name, first parameters
+_EXPECTED: list[tuple[Any, str, list[str]]] = [
+    (_AutomaticOptimization, "_make_closure", ["self", "kwargs", "optimizer", "batch_idx"]),
+    (_AutomaticOptimization, "_training_step", ["self", "kwargs"]),
+    (_AutomaticOptimization, "_make_backward_fn", ["self", "optimizer"]),
+    (_AutomaticOptimization, "_make_zero_grad_fn", ["self", "batch_idx", "optimizer"]),
+    (_ResultCollection, "log", ["self", "fx", "name", "value"]),
+    (utilities, "_block_parallel_sync_behavior", ["strategy", "block"]),
+]
 
 
 def check_signatures() -> None:
@@ -46,12 +47,14 @@ def check_signatures() -> None:
         raise MisconfigurationException(
             f"lightning {lightning.__version__}: PadMinCallback needs lightning>={wanted}. Upgrade it"
         )
-    for function, expected in _EXPECTED.items():
-        found = list(inspect.signature(function).parameters)
-        if found[: len(expected)] != expected:
+    for owner, name, expected in _EXPECTED:
+        function = getattr(owner, name, None)
+        found = list(inspect.signature(function).parameters) if function is not None else None
+        if found is None or found[: len(expected)] != expected:
+            where = f"{owner.__name__}.{name} " + ("is gone" if found is None else f"takes {found}")
             raise MisconfigurationException(
-                f"lightning {lightning.__version__}: {function.__qualname__} takes {found}, expected {expected}. "
-                "PadMinCallback was checked with 2.5.2 and 2.6.6; use one of these until it supports this version"
+                f"lightning {lightning.__version__}: {where}, expected {expected}. PadMinCallback was checked with "
+                "2.5.2 and 2.6.6; use one of these until it supports this version"
             )
 
 
@@ -106,7 +109,7 @@ class _SplitClosure(Closure):
         trainer = self._loop.trainer
         results = trainer.fit_loop.epoch_loop._results
         recorder = LogRecorder(self._micro_batches, self._loop._log_reduce, trainer.accumulate_grad_batches)
-        results.log = recorder.log
+        results.log = torch.compiler.disable(recorder.log)  # type: ignore[no-untyped-call]  # as the original is
         try:
             outcomes = [self._run(k, recorder) for k in range(len(self._micro_batches))]
         finally:
@@ -123,7 +126,7 @@ class _SplitClosure(Closure):
             # DistributedDataParallel decides in the forward pass whether the backward pass reduces gradients. With a
             # static graph it cannot be told not to.
             block = not micro.is_last and not _has_static_graph(trainer)
-            stack.enter_context(_block_parallel_sync_behavior(trainer.strategy, block=block))
+            stack.enter_context(utilities._block_parallel_sync_behavior(trainer.strategy, block=block))
             if micro.is_dummy:
                 stack.enter_context(MetricGuard(trainer.lightning_module))
             result = loop._training_step(OrderedDict(self._kwargs, batch=micro.batch))
@@ -137,7 +140,7 @@ class _SplitClosure(Closure):
             detached = loss.detach().clone()
             if self._backward_fn is not None:
                 self._backward_fn(loss)
-        return detached, result.extra
+        return detached, {key: _detached(value) for key, value in result.extra.items()}
 
     def _weighted(self, loss: Tensor, weight: float) -> Tensor:
         if self._micro_batches.table.has_loss or torch.isfinite(loss):
@@ -159,10 +162,15 @@ class _SplitClosure(Closure):
                 "one batch: a part of a batch cannot be skipped. Return a loss, or None for the whole batch from "
                 "on_train_batch_start"
             )
-        merged.loss = torch.stack([loss for loss, _ in present]).sum()
+        merged.loss = torch.stack([loss for loss, _ in present]).sum(dim=0)
         extras = [extra for _, extra in present[: len(self._micro_batches.plan)]]
         merged.extra = merge_outputs(self._micro_batches, extras)
         return merged
+
+
+def _detached(value: Any) -> Any:
+    """What is kept until the other micro-batches have run must not keep activations alive."""
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _has_static_graph(trainer: Trainer) -> bool:
@@ -195,5 +203,10 @@ def is_logging_step(trainer: Trainer) -> bool:
 
 
 def logging_step(trainer: Trainer) -> int:
-    """The step under which Lightning writes training metrics."""
+    """The step under which Lightning writes the metrics of the batch that has just ended."""
     return cast(int, trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def last_step(trainer: Trainer) -> int:
+    """The same for the last batch of a training that is over."""
+    return max(0, logging_step(trainer) - 1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -78,11 +80,16 @@ class LogRecorder:
             factors = self._shares[micro]
             if len(micro) < self._real and factors.sum() > 0:  # logged by some micro-batches only
                 factors = factors / factors.sum()
-        return (values * values.new_tensor(factors)).sum(dim=0)
+        return _weighted_sum(values, factors)
 
     def _is_loss(self, micro: int, value: Tensor) -> bool:
+        """Up to the precision of the coarser one: `loss.item()` comes back in float32."""
         loss = self._losses.get(micro)
-        return loss is not None and value.shape == loss.shape and bool(torch.equal(value / self._accumulate, loss))
+        if loss is None or value.shape != loss.shape or not value.is_floating_point():
+            return False
+        dtype = max(value.dtype, loss.dtype, key=lambda each: torch.finfo(each).eps)
+        mine = value.to(loss.device, dtype) / self._accumulate
+        return torch.allclose(mine, loss.to(dtype), rtol=4 * torch.finfo(dtype).eps, atol=0, equal_nan=True)
 
 
 def _wide(value: Tensor) -> Tensor:
@@ -90,27 +97,34 @@ def _wide(value: Tensor) -> Tensor:
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
+def _weighted_sum(values: Tensor, factors: NDArray[np.float64]) -> Tensor:
+    """(K, ...) values and (K,) factors; in float64 where there is one, so that a mean of equal values is that value."""
+    exact = values if values.device.type == "mps" else values.double()
+    shaped = exact.new_tensor(factors).view(-1, *[1] * (exact.ndim - 1))
+    return (exact * shaped).sum(dim=0).to(values.dtype)
+
+
 def merge_outputs(micro_batches: MicroBatches, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One dictionary from those that `training_step` returned for each micro-batch that is no dummy (without "loss").
+    """One dictionary from those that `training_step` returned for each micro-batch that is no dummy.
+
+    They come without "loss", and their tensors detached.
 
     Tensors (n_k, ...) with one slice per row, and lists with one entry per row, are put back in the batch's order as
     (B, ...); scalars become the mean weighted as the loss is; anything else (for instance per-position outputs, whose
-    widths differ) becomes the list of the micro-batches' values. Tensors are detached.
+    widths differ) becomes the list of the micro-batches' values.
     """
     keys = dict.fromkeys(key for output in outputs for key in output)
     return {key: _merge_values(micro_batches, [output.get(key) for output in outputs]) for key in keys}
 
 
 def _merge_values(micro_batches: MicroBatches, values: list[Any]) -> Any:
-    values = [value.detach() if isinstance(value, Tensor) else value for value in values]
     rows = [len(slots) for slots in micro_batches.slot_maps[: len(values)]]
     if all(isinstance(value, Tensor) and value.ndim > 0 for value in values):
         per_row = all(value.shape[0] == n for value, n in zip(values, rows, strict=True))
         if per_row and len({value.shape[1:] for value in values}) == 1:
             return micro_batches.restore_rows(values)
     elif all(isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point() for value in values):
-        stacked = torch.stack(values)
-        return (stacked * stacked.new_tensor(micro_batches.shares[: len(values)])).sum()
+        return _weighted_sum(torch.stack(values), micro_batches.shares[: len(values)])
     elif all(isinstance(value, list) and len(value) == n for value, n in zip(values, rows, strict=True)):
         order = [int(row) for slots in micro_batches.slot_maps[: len(values)] for row in slots.rows]
         by_row = dict(zip(order, [item for value in values for item in value], strict=True))

@@ -6,14 +6,15 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.schema import Field, parse_field
+from lightning_padmin.fields import Field, parse_field
 
 T = TypeVar("T")
 RowWeight: TypeAlias = Callable[[Any], torch.Tensor]
@@ -90,7 +91,7 @@ class PadMinConfig:
     token_budget: int | None = _option(
         16_384,
         "Most slots (rows x longest row, after rounding) that one micro-batch may have. None: the slots of the batch "
-        "as it came, so never more memory than without this library.",
+        "as it came (at its rounded width, see pad_to_multiple_of), so never more memory than without this library.",
     )
     loss_reduction: LossReduction | RowWeight = _option(
         "token-mean",
@@ -132,7 +133,7 @@ class PadMinConfig:
         if not isinstance(self.enabled, bool):
             raise ConfigError(f"enabled={self.enabled!r}: expected True or False")
         for name, (smallest, optional) in _INTEGERS.items():
-            _check_integer(name, getattr(self, name), smallest, optional)
+            self._set(name, _checked_integer(name, getattr(self, name), smallest, optional))
         for name, optional in _STRINGS.items():
             value = getattr(self, name)
             if not (isinstance(value, str) or (value is None and optional)):
@@ -141,19 +142,30 @@ class PadMinConfig:
             self._set("loss_reduction", _ALIASES.get(self.loss_reduction, self.loss_reduction))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and not (name == "loss_reduction" and callable(value)):
-                raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+            known = isinstance(value, str) and value in choices
+            if not known and not (name == "loss_reduction" and callable(value)):
+                also = " or a function" if name == "loss_reduction" else ""
+                raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}{also}")
+        self._copy_collections()
+
+    def _copy_collections(self) -> None:
+        """Checks what holds keys, and keeps copies that the caller's later changes do not reach."""
         if not isinstance(self.batch_schema, Mapping):
             raise ConfigError(f"batch_schema={self.batch_schema!r}: expected a mapping from entry to Field")
         self._set("batch_schema", {key: parse_field(key, value) for key, value in self.batch_schema.items()})
-        if isinstance(self.static_keys, str) or not all(isinstance(key, str) for key in self.static_keys):
+        if not isinstance(self.static_keys, Iterable) or isinstance(self.static_keys, str):
             raise ConfigError(f"static_keys={self.static_keys!r}: expected a list of keys")
         self._set("static_keys", tuple(self.static_keys))
+        for key in self.static_keys:
+            if not isinstance(key, str) or key in self.batch_schema:
+                what = "is in batch_schema too" if isinstance(key, str) else "is no string"
+                raise ConfigError(f"static_keys={self.static_keys!r}: {key!r} {what}")
         if not isinstance(self.log_reduce, Mapping):
             raise ConfigError(f"log_reduce={self.log_reduce!r}: expected a mapping such as {{'rows': 'sum'}}")
         for key, value in self.log_reduce.items():
-            if value not in _LOG_REDUCTIONS:
+            if not isinstance(key, str) or not isinstance(value, str) or value not in _LOG_REDUCTIONS:
                 raise ConfigError(f"log_reduce[{key!r}]={value!r}: expected one of {', '.join(_LOG_REDUCTIONS)}")
+        self._set("log_reduce", dict(self.log_reduce))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -169,9 +181,11 @@ def option_names() -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(PadMinConfig))
 
 
-def _check_integer(name: str, value: object, smallest: int | None, optional: bool) -> None:
+def _checked_integer(name: str, value: object, smallest: int | None, optional: bool) -> int | None:
     if value is None and optional:
-        return
+        return None
     kind = "an integer" + ("" if smallest is None else f" of at least {smallest}") + (" or None" if optional else "")
-    if isinstance(value, bool) or not isinstance(value, int) or (smallest is not None and value < smallest):
+    # Integral: integers of numpy too.
+    if isinstance(value, bool) or not isinstance(value, Integral) or (smallest is not None and value < smallest):
         raise ConfigError(f"{name}={value!r}: expected {kind}")
+    return int(value)

@@ -49,9 +49,7 @@ def _collective_device(group: Any) -> torch.device:
     if "cpu:" in backend or backend in ("gloo", "mpi"):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)  # the current one of the type
 
 
 def raise_together(error: Exception | None, codes: NDArray[np.int64]) -> None:

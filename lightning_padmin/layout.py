@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_padmin.errors import BatchError
+from lightning_padmin.fields import AXES, Axis, Field, Schema
 from lightning_padmin.rows import RowTable
-from lightning_padmin.schema import AXES, Axis, Field, Schema
-from lightning_padmin.tree import iter_leaves, map_leaves
+from lightning_padmin.tree import map_leaves
+from lightning_padmin.units import unit_index
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SlotMap:
     """Which row and column each slot of one micro-batch takes. n rows; widths W per axis.
 
@@ -39,6 +40,7 @@ class SlotMap:
         widths: width W of the micro-batch per axis.
         source_widths: width L of the batch per axis.
         source_rows: rows B of the batch.
+        units: path of each unit entry -> (B,) int64, how many of its slices each row of the batch has.
     """
 
     rows: NDArray[np.int64]
@@ -47,6 +49,7 @@ class SlotMap:
     widths: tuple[int, ...]
     source_widths: tuple[int, ...]
     source_rows: int
+    units: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -58,8 +61,12 @@ class SlotMap:
 
     @cached_property
     def is_identity(self) -> bool:
-        """Whether the micro-batch is the batch as it is, so that the batch itself can be passed on."""
+        """Whether the micro-batch is the batch as it is, so that the batch itself can be passed on.
+
+        Not so for one row with padding behind it, whose position ids have to continue.
+        """
         in_place = self.widths == self.source_widths and not self.start.any()
+        in_place = in_place and (len(self) > 1 or bool((self.length == self.widths).all()))
         return in_place and np.array_equal(self.rows, np.arange(self.source_rows))
 
     def _axis(self, axis: Axis) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
@@ -83,12 +90,12 @@ class SlotMap:
             return tensor
         rows = torch.as_tensor(self.rows, device=tensor.device)
         if field.kind == "row":
-            return tensor.index_select(field.row_dim, rows)
+            return _select(tensor, field.row_dim, rows)
         start, _, width, source = self._axis(field.axis)
         if not start.any() and width <= source:
             for dim in field.position_dims:
                 tensor = tensor.narrow(dim, 0, width)
-            return self._continued(tensor.index_select(field.row_dim, rows), field)
+            return self._continued(_select(tensor, field.row_dim, rows), field)
         if width > source and field.fill is None:
             raise BatchError(f"width {width} is beyond the batch's own {source} and the entry has no fill value")
         taken = self._gather(tensor, field, rows, start, width, source)
@@ -110,7 +117,7 @@ class SlotMap:
             shape = [n] + [1] * len(field.position_dims)
             shape[1 + k] = width
             index.append(columns.view(shape))
-        return front[tuple(index)].movedim(tuple(range(len(dims))), dims)
+        return front[tuple(index)].movedim(tuple(range(len(dims))), dims).contiguous()
 
     def _continued(self, taken: Tensor, field: Field) -> Tensor:
         """Position ids beyond a row's end count on upward.
@@ -131,7 +138,7 @@ class SlotMap:
         last = torch.as_tensor(np.minimum(end, width) - 1, device=taken.device)
         anchor = front[torch.arange(len(self), device=taken.device), last].unsqueeze(1)
         filled = torch.where(steps > 0, anchor + steps.to(taken.dtype), front)
-        return filled.movedim((0, 1), (field.row_dim, dim))
+        return filled.movedim((0, 1), (field.row_dim, dim)).contiguous()
 
     def restore(self, tensor: Tensor, first_column: int = 0, fill: float = 0, axis: Axis = "input") -> Tensor:
         """An output (n, W', ...) of the micro-batch in the batch's layout (n, L, ...), its rows in `rows`' order.
@@ -141,8 +148,16 @@ class SlotMap:
             first_column: nonzero for models that return only their last columns.
             fill: value of slots that are padding in the batch.
             axis: which axis the positions run along.
+
+        Raises:
+            BatchError: the output has other rows than the micro-batch, or positions that it has no slots for.
         """
-        start, length, _, source = self._axis(axis)
+        start, length, width, source = self._axis(axis)
+        if tensor.ndim < 2 or len(tensor) != len(self) or not 0 <= first_column <= width - tensor.shape[1]:
+            raise BatchError(
+                f"an output of shape {tuple(tensor.shape)} with first_column={first_column} does not fit a micro-batch "
+                f"of {len(self)} rows and width {width}: restore takes (rows, positions, ...)"
+            )
         slot = np.arange(first_column, first_column + tensor.shape[1])
         row, column = np.nonzero(slot[None, :] < length[:, None])
         target = torch.as_tensor(start[row] + slot[column], device=tensor.device)
@@ -169,55 +184,35 @@ def pad_layout(
         widths = [
             max(min(width, limit), int(need)) for width, limit, need in zip(widths, max_widths, longest, strict=True)
         ]
-    return SlotMap(index, table.start[index], table.length[index], tuple(widths), table.widths, len(table))
+    source = (table.widths, len(table), table.units)
+    return SlotMap(index, table.start[index], table.length[index], tuple(widths), *source)
 
 
 def take_batch(batch: Any, schema: Schema, slots: SlotMap) -> Any:
     """The micro-batch of `slots`: same container types, each entry by its field. The caller's batch is only read."""
-    leaves = dict(iter_leaves(batch, schema.fields))
-    units = _UnitIndex(schema, leaves, slots)
 
     def take(path: str, leaf: Any) -> Any:
-        field = schema.fields[path]
+        field = schema.fields.get(path, Field("static"))  # an optional entry that is None has no field
         if field.kind == "static":
             return leaf
         if field.kind == "unit":
-            return _take_first_dim(leaf, units.of(path))
-        if isinstance(leaf, list | tuple):
-            return type(leaf)(leaf[row] for row in slots.rows)
-        if isinstance(leaf, np.ndarray):
-            return slots.take(torch.from_numpy(leaf), field).numpy() if field.kind == "position" else leaf[slots.rows]
-        return slots.take(leaf, field)
+            return _take_items(leaf, unit_index(slots.units[path], slots.rows))
+        if isinstance(leaf, Tensor):
+            return slots.take(leaf, field)
+        if field.kind == "row":
+            return _take_items(leaf, slots.rows, field.row_dim)
+        # torch reads neither negative strides nor, without a warning, arrays that cannot be written to.
+        return slots.take(torch.from_numpy(np.require(leaf, requirements=["C", "W"])), field).numpy()
 
     return map_leaves(batch, take, schema.fields)
 
 
-def _take_first_dim(leaf: Any, index: NDArray[np.int64]) -> Any:
+def _take_items(leaf: Any, index: NDArray[np.int64], dim: int = 0) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.index_select(0, torch.as_tensor(index, device=leaf.device))
-    return leaf[index] if isinstance(leaf, np.ndarray) else type(leaf)(leaf[k] for k in index)
+        return _select(leaf, dim, torch.as_tensor(index, device=leaf.device))
+    return leaf.take(index, axis=dim) if isinstance(leaf, np.ndarray) else type(leaf)([leaf[k] for k in index])
 
 
-class _UnitIndex:
-    """Which units (images, then the patches of those images) go with the rows of a micro-batch."""
-
-    def __init__(self, schema: Schema, leaves: Mapping[str, Any], slots: SlotMap) -> None:
-        self.schema, self.leaves, self.slots = schema, leaves, slots
-        self.by_name = {path: path for path in leaves} | {path.rsplit(".", 1)[-1]: path for path in leaves}
-
-    def of(self, path: str) -> NDArray[np.int64]:
-        """Indices along the first dimension of the unit entry at `path`."""
-        owner = self.by_name[str(self.schema.fields[path].counts)]
-        values = self.leaves[owner]
-        counts = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-        if self.schema.fields[owner].kind == "unit":  # e.g. patches counted by a grid per image
-            counts = counts.reshape(len(counts), -1).prod(axis=1)
-            chosen = self.of(owner)
-        else:
-            chosen = self.slots.rows
-        total = len(self.leaves[path])
-        if counts.ndim != 1 or counts.sum() != total or (counts < 0).any():
-            raise BatchError(f"{path!r} has {total} units, but {owner!r} counts {counts.tolist()}: they must sum to it")
-        ends = np.cumsum(counts)
-        parts = [np.arange(ends[k] - counts[k], ends[k]) for k in chosen]
-        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+def _select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    """As `index_select`, which is slower on a trimmed view and does not take every dtype."""
+    return tensor[(slice(None),) * dim + (index,)].contiguous()

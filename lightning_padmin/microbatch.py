@@ -5,112 +5,36 @@ All that can fail happens in `MicroBatcher.prepare`, before the first forward pa
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
 from lightning_padmin.errors import PadMinError, PadMinWarning
+from lightning_padmin.fields import AXES, Axis, Schema
 from lightning_padmin.layout import SlotMap, pad_layout, take_batch
-from lightning_padmin.planner import Plan, plan_micro_batches
+from lightning_padmin.planner import Plan, plan_quietly
 from lightning_padmin.rows import RowTable, measure
-from lightning_padmin.schema import AXES, Axis, Schema, infer_schema
+from lightning_padmin.schema import infer_schema
+from lightning_padmin.sequence import MicroBatch, MicroBatches, sync_on_last
 from lightning_padmin.stats import PaddingStats
 
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One forward and backward pass.
-
-    Attributes:
-        batch: of the caller's type, rolled and trimmed.
-        weight: what its loss is multiplied by, so that gradients sum to those of the whole batch.
-        rows: (n,) int64, rows of the batch, in the micro-batch's order.
-        index: position in the sequence of micro-batches, 0 ... count - 1.
-        count: number of micro-batches.
-        is_dummy: a zero-weight copy of a row that only keeps this rank in step with others.
-    """
-
-    batch: Any
-    weight: float
-    rows: NDArray[np.int64]
-    index: int
-    count: int
-    is_dummy: bool = False
-
-    def __iter__(self) -> Iterator[Any]:
-        """Unpacks as `micro, weight`."""
-        return iter((self.batch, self.weight))
-
-    @property
-    def is_last(self) -> bool:
-        """Whether gradients are to be synchronised after this one."""
-        return self.index == self.count - 1
-
-
-class MicroBatches(Sequence[MicroBatch]):
-    """The micro-batches of one batch, gathered when asked for; can be gone through any number of times.
-
-    Attributes:
-        plan: which rows go together (dummies are not part of it).
-        table: the batch's row table.
-        stats: what this batch costs before and after, on this rank.
-        slot_maps: one per micro-batch, dummies included.
-        weights: (K,) float64, weight of each micro-batch's loss; zeros where the batch has no loss tokens at all.
-        shares: (K,) float64, share of each micro-batch in a mean over the batch; sums to 1, 0 for dummies. Unlike
-            the weights also for a summed loss, a global mean, and a batch without loss tokens.
-    """
-
-    def __init__(
-        self,
-        batch: Any,
-        schema: Schema,
-        table: RowTable,
-        plan: Plan,
-        slot_maps: Sequence[SlotMap],
-        weights: NDArray[np.float64],
-        shares: NDArray[np.float64],
-        stats: PaddingStats,
-    ) -> None:
-        self._batch, self.schema = batch, schema
-        self.table, self.plan, self.stats = table, plan, stats
-        self.slot_maps, self.weights, self.shares = tuple(slot_maps), weights, shares
-
-    def __len__(self) -> int:
-        return len(self.slot_maps)
-
-    @overload
-    def __getitem__(self, index: int) -> MicroBatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[MicroBatch]: ...
-    def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
-        if isinstance(index, slice):
-            return [self[k] for k in range(*index.indices(len(self)))]
-        k = range(len(self))[index]
-        slots = self.slot_maps[k]
-        batch = self._batch if slots.is_identity else take_batch(self._batch, self.schema, slots)
-        return MicroBatch(batch, float(self.weights[k]), slots.rows, k, len(self), k >= len(self.plan))
-
-    def restore_rows(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Per-row outputs (n_k, ...), one for each micro-batch that is no dummy, as (B, ...) in the batch's order."""
-        rows = np.concatenate([slots.rows for slots in self.slot_maps[: len(self.plan)]])
-        joined = torch.cat(list(outputs[: len(self.plan)]))
-        return joined.index_select(0, torch.as_tensor(np.argsort(rows), device=joined.device))
-
-    def restore(
-        self, outputs: Sequence[Tensor], first_column: int = 0, fill: float = 0, axis: Axis = "input"
-    ) -> Tensor:
-        """Per-position outputs (n_k, W_k, ...) as (B, L, ...) in the batch's own layout; padding slots get `fill`."""
-        parts = zip(self.slot_maps[: len(self.plan)], outputs, strict=False)
-        return self.restore_rows([slots.restore(part, first_column, fill, axis) for slots, part in parts])
+__all__ = [
+    "CompactBatch",
+    "MicroBatch",
+    "MicroBatcher",
+    "MicroBatches",
+    "compact",
+    "iter_micro_batches",
+    "sync_on_last",
+]
 
 
 class MicroBatcher:
@@ -118,7 +42,8 @@ class MicroBatcher:
 
     Args:
         config: the options.
-        schema: a fixed schema; by default each batch's own is inferred.
+        schema: the schema of some batch, whose entries then count as declared; by default each batch's own is
+            inferred.
         exchange: the collective (`distributed.exchange_all`); by default this process is alone.
         encoder_decoder: the model is an encoder-decoder, so labels run along the decoder.
     """
@@ -132,7 +57,7 @@ class MicroBatcher:
         encoder_decoder: bool = False,
     ) -> None:
         self.config, self.encoder_decoder = config, encoder_decoder
-        self._fixed_schema, self._last_schema = schema, schema
+        self._declared, self._last_schema = schema, schema
         self._exchange = exchange or exchange_alone
         self._said: set[str] = set()
 
@@ -164,15 +89,15 @@ class MicroBatcher:
 
     def read(self, batch: Any) -> tuple[Schema, RowTable]:
         """Schema and row table of a batch; raises PadMinError for one that cannot be understood."""
-        config = self.config
-        schema = self._fixed_schema or infer_schema(
+        config, declared = self.config, self._declared
+        schema = infer_schema(
             batch,
-            config.fields,
+            config.fields if declared is None else {**config.fields, **declared.fields},
             config.static_keys,
-            mask_key=config.mask_key,
-            labels_key=config.labels_key,
-            decoder_mask_key=config.decoder_mask_key,
-            loss_mask_key=config.loss_mask_key,
+            mask_key=config.mask_key if declared is None else declared.mask,
+            labels_key=(declared and declared.labels) or config.labels_key,
+            decoder_mask_key=(declared and declared.decoder_mask) or config.decoder_mask_key,
+            loss_mask_key=(declared and declared.loss_mask) or config.loss_mask_key,
             ignore_index=config.ignore_index,
             pad_token_id=config.pad_token_id,
             encoder_decoder=self.encoder_decoder,
@@ -191,17 +116,24 @@ class MicroBatcher:
     def _plan(self, batch: Any) -> tuple[Schema, RowTable, Plan]:
         config = self.config
         schema, table = self.read(batch)
-        plan = plan_micro_batches(
+        plan = plan_quietly(
             table.length,
-            config.token_budget if config.token_budget is not None else table.slots,
+            config.token_budget if config.token_budget is not None else self._slots_without_us(schema),
             pad_to_multiple_of=config.pad_to_multiple_of,
             max_width=None if schema.can_widen else schema.widths,
             max_rows=config.max_rows,
+            min_micro_batches=1,
             launch_cost=config.launch_cost,
             method=config.method,
             riders=table.weight == 0,
         )
+        self._tell(table, plan)  # before the agreement: where warnings are errors, all ranks raise
         return schema, table, plan
+
+    def _slots_without_us(self, schema: Schema) -> int:
+        """Slots of the batch as it came, at the rounded width where rounding may go beyond the batch's own."""
+        multiple = self.config.pad_to_multiple_of if schema.can_widen else 1
+        return schema.rows * sum(math.ceil(width / multiple) * multiple for width in schema.widths)
 
     def _assemble(
         self, batch: Any, schema: Schema, table: RowTable, plan: Plan, agreed: NDArray[np.int64]
@@ -228,14 +160,16 @@ class MicroBatcher:
             wait_slots=int(agreed[:, 2].max()) - planned_slots,
             longest_row=int(table.length.sum(axis=1).max()),
         )
-        self._tell(table)
         return MicroBatches(batch, schema, table, plan, maps, weights, shares, stats)
 
     @staticmethod
     def _dummy_row(table: RowTable) -> NDArray[np.int64]:
-        """The shortest row that carries loss: one without would have the loss 0/0."""
-        carriers = np.flatnonzero(table.weight > 0)
-        candidates = carriers if len(carriers) else np.arange(len(table))
+        """The shortest row that carries loss, else one with a real token: others may have a loss of 0/0."""
+        carries_loss = table.loss_tokens > 0 if table.counts_loss else table.real_tokens > 0
+        for wanted in ((table.weight > 0) & carries_loss, carries_loss, table.real_tokens > 0):
+            if wanted.any():
+                break
+        candidates = np.flatnonzero(wanted)
         return candidates[[np.argmin(table.length.sum(axis=1)[candidates])]]
 
     def _weights(
@@ -256,7 +190,9 @@ class MicroBatcher:
             return own / agreed[:, 3].view(np.float64).mean(), shares
         return shares, shares
 
-    def _tell(self, table: RowTable) -> None:
+    def _tell(self, table: RowTable, plan: Plan) -> None:
+        if plan.notice:
+            self._once(plan.notice)
         if not table.has_loss:
             self._once("a batch has no loss tokens at all: its loss is 0 and it moves nothing")
         if table.lost_targets:
@@ -277,6 +213,9 @@ class MicroBatcher:
 def iter_micro_batches(batch: Any, config: PadMinConfig | None = None) -> Iterator[MicroBatch]:
     """The micro-batches of one batch in one process; unpack each as `micro, weight`.
 
+    A mean loss over a batch without any loss token is 0/0, with or without this library: the weights are 0 then, and
+    a loss that is not finite is best skipped.
+
     Example:
         >>> for micro, weight in iter_micro_batches(batch, PadMinConfig(token_budget=8192)):
         ...     (model(**micro).loss * weight).backward()
@@ -287,19 +226,7 @@ def iter_micro_batches(batch: Any, config: PadMinConfig | None = None) -> Iterat
     return iter(MicroBatcher(config or PadMinConfig()).prepare(batch))
 
 
-def sync_on_last(
-    micro_batches: Sequence[MicroBatch], no_sync: Callable[[], AbstractContextManager[Any]] | None
-) -> Iterator[MicroBatch]:
-    """Yields each micro-batch, all but the last inside of `no_sync()`, so that gradients are reduced once.
-
-    Forward and backward pass must both run in the loop's body: DistributedDataParallel decides in the forward pass.
-    """
-    for micro in micro_batches:
-        with nullcontext() if micro.is_last or no_sync is None else no_sync():
-            yield micro
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CompactBatch:
     """A whole batch, rolled and trimmed.
 

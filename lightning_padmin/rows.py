@@ -6,7 +6,7 @@ Everything is computed on the batch's own device and comes to the host in one co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_padmin.errors import BatchError
-from lightning_padmin.schema import Schema
-from lightning_padmin.tree import iter_leaves
+from lightning_padmin.fields import AXES, Schema
+from lightning_padmin.tree import iter_leaves, last_part
+from lightning_padmin.units import counting_entries, units_per_row
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowTable:
     """What planning needs to know of a batch. B rows; A axes: 1, or 2 for encoder-decoder rows.
 
@@ -33,6 +34,7 @@ class RowTable:
         widths: width of the batch per axis.
         counts_loss: whether the batch has labels or a loss mask, so that `loss_tokens` means something.
         lost_targets: rows whose first real token has a label that was predicted from a pad and is gone once rolled.
+        units: path of each unit entry -> (B,) int64, how many of its slices each row has.
     """
 
     start: NDArray[np.int64]
@@ -43,6 +45,7 @@ class RowTable:
     widths: tuple[int, ...]
     counts_loss: bool = True
     lost_targets: int = 0
+    units: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.length)
@@ -58,6 +61,7 @@ class RowTable:
         return len(self) * sum(self.widths)
 
 
+@torch.no_grad()
 def measure(
     batch: Any,
     schema: Schema,
@@ -82,109 +86,122 @@ def measure(
 
     Raises:
         BatchError: a mask of zeros or with negative values, labels or loss mask outside of a row's span, no labels
-            where tokens must be counted, or weights that are not (B,), finite and non-negative.
+            where tokens must be counted, weights that are not (B,), finite and non-negative, or units whose number
+            is not what the batch says.
     """
     leaves = dict(iter_leaves(batch, schema.fields))
     shift = label_shift if label_shift is not None else int(schema.labels_axis == "input")
+    axes = AXES[: len(schema.widths)]
     spans = [_Span.of(leaves[schema.mask])]
-    columns = spans[0].columns()
-    if len(schema.widths) == 2:
+    if len(axes) == 2:
         spans.append(_decoder_span(leaves, schema, ignore_index))
-        columns |= spans[1].columns("decoder_")
-    columns |= _loss_columns(leaves, schema, spans, ignore_index, shift)
+    columns: dict[str, Tensor] = {}
+    for axis, span in zip(axes, spans, strict=True):
+        columns |= {f"{axis}_start": span.start, f"{axis}_length": span.length, f"{axis}_real": span.real}
+        columns[f"{axis}_malformed"] = span.malformed
+    columns |= _loss_columns(leaves, schema, spans[AXES.index(schema.labels_axis)], ignore_index, shift)
+    columns["other_mask_outside"] = _other_masks_outside(leaves, schema, spans[0])
     if not isinstance(loss_reduction, str):
-        columns["weight"] = _user_weight(loss_reduction, batch, schema.rows).to(spans[0].real.device)
-    table = _to_host(columns)
+        columns["weight"] = _user_weight(loss_reduction, batch, schema.rows)
+    table, counting = _to_host(leaves[schema.mask].device, columns, counting_entries(leaves, schema))
     _validate(table, schema, ignore_index, loss_reduction)
-    axes = ["", "decoder_"][: len(spans)]
-    loss_tokens = table["loss_tokens"].astype(np.int64)
-    weight = {"token-mean": table["loss_weight"], "row-mean": np.ones(schema.rows), "sum": np.ones(schema.rows)}
+    ones = np.ones(schema.rows)
+    weights = {"token-mean": table["loss_weight"], "row-mean": ones, "sum": ones}
     return RowTable(
-        start=np.stack([table[axis + "start"] for axis in axes], axis=1).astype(np.int64),
-        length=np.stack([table[axis + "length"] for axis in axes], axis=1).astype(np.int64),
-        real_tokens=sum(table[axis + "real"] for axis in axes).astype(np.int64),  # type: ignore[union-attr]
-        loss_tokens=loss_tokens,
-        weight=table["weight"] if callable(loss_reduction) else weight[loss_reduction],
+        start=np.stack([table[f"{axis}_start"] for axis in axes], axis=1).astype(np.int64),
+        length=np.stack([table[f"{axis}_length"] for axis in axes], axis=1).astype(np.int64),
+        real_tokens=np.stack([table[f"{axis}_real"] for axis in axes]).sum(axis=0).astype(np.int64),
+        loss_tokens=table["loss_tokens"].astype(np.int64),
+        weight=weights[loss_reduction] if isinstance(loss_reduction, str) else table["weight"],
         widths=schema.widths,
         counts_loss=schema.labels is not None or schema.loss_mask is not None,
         lost_targets=int((table["lost"] > 0).sum()),
+        units=units_per_row(leaves, schema, counting),
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Span:
     """Span of each row on one axis, as (B,) tensors on the batch's device, and which slots lie inside (B, L)."""
 
     start: Tensor
     length: Tensor
     real: Tensor
-    negative: Tensor
+    malformed: Tensor
     inside: Tensor
 
     @staticmethod
     def of(mask: Tensor) -> _Span:
         real = mask != 0
         width = mask.shape[1]
-        # argmax takes the first of equal values; flipped, the last. A row without real tokens gives start 0, span 1.
+        # argmax takes the first of equal values; flipped, the last. A row without real tokens gets start 0, length 1,
+        # and no slot inside.
         start = real.int().argmax(dim=1)
         last = width - 1 - real.flip(1).int().argmax(dim=1)
-        empty = ~real.any(dim=1)
-        last = torch.where(empty, start, last)
+        some = real.any(dim=1)
+        last = torch.where(some, last, start)
         column = torch.arange(width, device=mask.device)
-        inside = (column >= start[:, None]) & (column <= last[:, None])
-        return _Span(start, last - start + 1, real.sum(dim=1), (mask < 0).any(dim=1), inside)
+        inside = (column >= start[:, None]) & (column <= last[:, None]) & some[:, None]
+        return _Span(start, last - start + 1, real.sum(dim=1), (~(mask >= 0)).any(dim=1), inside)
 
     @staticmethod
     def until_last(real: Tensor) -> _Span:
         """Spans that begin at column 0: leading slots without a label are a prompt, not padding."""
         span = _Span.of(real)
-        last = span.start + span.length - 1
-        inside = torch.arange(real.shape[1], device=real.device) <= last[:, None]
-        zero = torch.zeros_like(last)
-        return _Span(zero, last + 1, last + 1, zero.bool(), inside)
-
-    def columns(self, prefix: str = "") -> dict[str, Tensor]:
-        names = {"start": self.start, "length": self.length, "real": self.real, "negative": self.negative}
-        return {prefix + name: value for name, value in names.items()}
+        length = span.start + span.length
+        inside = torch.arange(real.shape[1], device=real.device) < length[:, None]
+        return _Span(torch.zeros_like(length), length, length, torch.zeros_like(span.malformed), inside)
 
 
 def _decoder_span(leaves: Mapping[str, Any], schema: Schema, ignore_index: int) -> _Span:
     if schema.decoder_mask is not None:
         return _Span.of(leaves[schema.decoder_mask])
-    labels = leaves[str(schema.labels)]
-    return _Span.until_last(labels != ignore_index)
+    return _Span.until_last(leaves[str(schema.labels)] != ignore_index)
+
+
+def _other_masks_outside(leaves: Mapping[str, Any], schema: Schema, span: _Span) -> Tensor:
+    """(B,) tokens that another `attention_mask` of the batch attends to but the trim would drop."""
+    outside = torch.zeros_like(span.start)
+    for path in _other_masks(schema):
+        mask = leaves[path]
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_floating_point():  # others may be additive
+            outside += ((mask != 0) & ~span.inside).sum(dim=1)
+    return outside
+
+
+def _other_masks(schema: Schema) -> list[str]:
+    named = [path for path in schema.fields if last_part(path) == "attention_mask" and path != schema.mask]
+    return [path for path in named if schema.fields[path].kind == "position"]
 
 
 def _loss_columns(
-    leaves: Mapping[str, Any], schema: Schema, spans: list[_Span], ignore_index: int, shift: int
+    leaves: Mapping[str, Any], schema: Schema, span: _Span, ignore_index: int, shift: int
 ) -> dict[str, Tensor]:
     """Loss tokens, their weight, and what would be lost or is misplaced, (B,) each."""
-    nothing = torch.zeros(schema.rows, dtype=torch.int64, device=spans[0].real.device)
-    names = ("loss_tokens", "loss_weight", "lost", "labels_outside", "loss_mask_outside", "loss_mask_negative")
-    columns = dict.fromkeys(names, nothing)
+    names = ("loss_tokens", "loss_weight", "lost", "labels_outside", "loss_mask_outside", "loss_mask_malformed")
+    columns = dict.fromkeys(names, torch.zeros_like(span.start))
     labels = leaves[schema.labels] if schema.labels is not None else None
     loss_mask = leaves[schema.loss_mask] if schema.loss_mask is not None else None
-    if labels is not None and labels.ndim == 1:  # one label per row
-        valid = (labels != ignore_index).long()
-        return columns | {"loss_tokens": valid, "loss_weight": valid}
+    if labels is not None and schema.fields[str(schema.labels)].kind == "row":  # classification: one target per row
+        if loss_mask is None:
+            by_row = labels.movedim(schema.fields[str(schema.labels)].row_dim, 0).reshape(schema.rows, -1)
+            columns["loss_tokens"] = columns["loss_weight"] = (by_row != ignore_index).any(dim=1)
+            return columns
+        labels = None
     if labels is None and loss_mask is None:
         return columns
-    span = (
-        spans[-1] if "decoder" in (schema.fields[p].axis for p in (schema.labels, schema.loss_mask) if p) else spans[0]
-    )
     selected = torch.ones_like(span.inside)
     if labels is not None:
         selected = labels != ignore_index
         columns["labels_outside"] = (selected & ~span.inside).sum(dim=1)
     if loss_mask is not None:
         columns["loss_mask_outside"] = ((loss_mask != 0) & ~span.inside).sum(dim=1)
-        columns["loss_mask_negative"] = (loss_mask < 0).sum(dim=1)
+        columns["loss_mask_malformed"] = (~(loss_mask >= 0) | loss_mask.isinf()).any(dim=1)
         selected = selected & (loss_mask != 0)
     column = torch.arange(selected.shape[1], device=selected.device)
     early = column < (span.start + shift)[:, None]
     counted = selected & span.inside & ~early
-    columns["loss_tokens"] = counted.sum(dim=1)
-    columns["loss_weight"] = columns["loss_tokens"]
+    columns["loss_tokens"] = columns["loss_weight"] = counted.sum(dim=1)
     if loss_mask is not None:
         columns["loss_weight"] = (loss_mask.to(_host_dtype(loss_mask.device)) * counted).sum(dim=1)
     # A target in the first column of the batch was never trained; one behind leading pads was, from a pad.
@@ -197,14 +214,17 @@ def _user_weight(function: Callable[[Any], Tensor], batch: Any, rows: int) -> Te
     if not isinstance(weight, Tensor) or weight.shape != (rows,):
         found = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise BatchError(f"the loss_reduction function returned {found}, expected a tensor of shape ({rows},)")
-    return weight.detach()
+    return weight
 
 
-def _to_host(columns: Mapping[str, Tensor]) -> dict[str, NDArray[np.float64]]:
-    """One device-to-host copy of all columns."""
-    dtype = _host_dtype(next(iter(columns.values())).device)
-    host = torch.stack([column.to(dtype) for column in columns.values()]).cpu().numpy().astype(np.float64)
-    return dict(zip(columns, host, strict=True))
+def _to_host(device: torch.device, *groups: Mapping[str, Tensor]) -> list[dict[str, NDArray[np.float64]]]:
+    """One device-to-host copy of tensors of any shapes; they come back in their groups."""
+    tensors = [tensor for group in groups for tensor in group.values()]
+    dtype = _host_dtype(device)
+    joined = torch.cat([tensor.to(dtype).to(device).reshape(-1) for tensor in tensors]).cpu().numpy()
+    parts = np.split(joined.astype(np.float64), np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+    arrays = iter(part.reshape(tuple(tensor.shape)) for part, tensor in zip(parts, tensors, strict=True))
+    return [{name: next(arrays) for name in group} for group in groups]
 
 
 def _host_dtype(device: torch.device) -> torch.dtype:
@@ -216,26 +236,30 @@ def _validate(
     table: Mapping[str, NDArray[np.float64]], schema: Schema, ignore_index: int, loss_reduction: object
 ) -> None:
     """Raises BatchError for values that cannot be right."""
-    for prefix, path in (("", schema.mask), ("decoder_", schema.decoder_mask)):
+    for axis, path in (("input", schema.mask), ("decoder", schema.decoder_mask)):
         if path is None:
             continue
-        if table[prefix + "negative"].any():
+        if table[f"{axis}_malformed"].any():
             raise BatchError(
-                f"{path!r} has negative values (row {_first(table[prefix + 'negative'])}): expected a mask that is "
+                f"{path!r} has negative values (row {_first(table[f'{axis}_malformed'])}): expected a mask that is "
                 "nonzero on real tokens, not an additive one"
             )
-        if not table[prefix + "real"].any():
+        if not table[f"{axis}_real"].any():
             raise BatchError(f"{path!r} is all zero: no row of the batch has a real token. Fix the collate function")
-    for flag, path in (("labels_outside", schema.labels), ("loss_mask_outside", schema.loss_mask)):
-        if path is not None and table[flag].any():
-            row = _first(table[flag])
+    spanning = schema.decoder_mask if schema.labels_axis == "decoder" else schema.mask
+    for flag, path, mask, fix in (
+        ("labels_outside", schema.labels, spanning, f"set them to {ignore_index}"),
+        ("loss_mask_outside", schema.loss_mask, spanning, "set them to 0"),
+        ("other_mask_outside", ", ".join(_other_masks(schema)), schema.mask, "set them to 0"),
+    ):
+        if table[flag].any():
             raise BatchError(
-                f"{path!r} carries loss on {int(table[flag].sum())} padding slots (first in row {row}), which "
-                f"trimming would drop: set them to {ignore_index if flag == 'outside' else 0}, or fix the mask "
-                f"{schema.decoder_mask or schema.mask!r}"
+                f"{path!r} is set on {int(table[flag].sum())} padding slots (first in row {_first(table[flag])}), "
+                f"which trimming would drop: {fix}, or fix the mask {mask!r}"
             )
-    if table["loss_mask_negative"].any():
-        raise BatchError(f"{schema.loss_mask!r} has negative values (row {_first(table['loss_mask_negative'])})")
+    if table["loss_mask_malformed"].any():
+        row = _first(table["loss_mask_malformed"])
+        raise BatchError(f"{schema.loss_mask!r} has values that are negative or not finite (row {row})")
     if loss_reduction == "token-mean" and schema.labels is None and schema.loss_mask is None:
         raise BatchError(
             "loss_reduction='token-mean' counts loss tokens, but the batch has no labels: name their entry in "

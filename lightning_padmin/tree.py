@@ -13,8 +13,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+import torch
 
 from lightning_padmin.errors import SchemaError
 
@@ -22,6 +26,25 @@ from lightning_padmin.errors import SchemaError
 def join(path: str, key: object) -> str:
     """Path of a child: `join("inputs", "labels") == "inputs.labels"`."""
     return f"{path}.{key}" if path else str(key)
+
+
+def last_part(path: str) -> str:
+    """The entry's own name: `last_part("inputs.labels") == "labels"`."""
+    return path.rsplit(".", 1)[-1]
+
+
+def find_path(key: str, paths: Sequence[str], option: str) -> str | None:
+    """The path that `key` names: itself, else the one path whose last part it is; None if there is none.
+
+    Raises:
+        SchemaError: several paths end in `key`.
+    """
+    if key in paths:
+        return key
+    ends = [path for path in paths if last_part(path) == key]
+    if len(ends) > 1:
+        raise SchemaError(f"{option}={key!r} names several entries: {', '.join(ends)}. Give the whole path of one")
+    return ends[0] if ends else None
 
 
 def _is_named_tuple(node: object) -> bool:
@@ -33,10 +56,11 @@ def _children(node: Any, path: str, named: Collection[str]) -> list[tuple[object
     if isinstance(node, Mapping):
         return list(node.items())
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+        names = [field.name for field in dataclasses.fields(node)]
+        return [(name, getattr(node, name)) for name in names if hasattr(node, name)]  # init=False may be unset
     if _is_named_tuple(node):
         return list(zip(node._fields, node, strict=True))
-    opened = not path or any(name.startswith(path + ".") for name in named)
+    opened = not path or (path not in named and any(name.startswith(path + ".") for name in named))
     if isinstance(node, list | tuple) and opened:
         return list(enumerate(node))
     return None
@@ -76,6 +100,35 @@ def map_leaves(batch: Any, function: Callable[[str, Any], Any], named: Collectio
     return _map(batch, "", function, named)
 
 
+def check_rebuildable(batch: Any, named: Collection[str] = ()) -> None:
+    """Raises SchemaError for a batch with a container that cannot be made anew, before anything depends on it."""
+    try:
+        map_leaves(batch, lambda path, leaf: leaf, named)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise SchemaError(
+            f"batch of type {type(batch).__name__}: one of its containers cannot be rebuilt with other entries "
+            f"({error}): have the collate function return dictionaries, dataclasses or tuples"
+        ) from error
+
+
+def tensors_in(leaf: Any) -> Iterator[torch.Tensor | np.ndarray]:
+    """The tensors and arrays of a list's items or an object's attributes, however deep.
+
+    A list inside of another is judged by its first item, since it may hold one number per token.
+    """
+    items = leaf if isinstance(leaf, list | tuple) else getattr(leaf, "__dict__", {}).values()
+    yield from _tensors_in(list(items))
+
+
+def _tensors_in(items: Sequence[Any]) -> Iterator[torch.Tensor | np.ndarray]:
+    for item in items:
+        if isinstance(item, torch.Tensor | np.ndarray):
+            yield item
+        else:
+            children = item[:1] if type(item) in (list, tuple) else [v for _, v in _children(item, "", ()) or []]
+            yield from _tensors_in(children)
+
+
 def _map(node: Any, path: str, function: Callable[[str, Any], Any], named: Collection[str]) -> Any:
     children = _children(node, path, named)
     if children is None:
@@ -85,23 +138,33 @@ def _map(node: Any, path: str, function: Callable[[str, Any], Any], named: Colle
 
 
 def _rebuild(node: Any, values: dict[Any, Any]) -> Any:
-    # Shallow copies keep what a constructor would lose: default factories, encodings, fields with init=False.
-    new: Any
-    if isinstance(node, UserDict):  # transformers' BatchEncoding is one; a shallow copy would share its dictionary
-        new = copy.copy(node)
-        new.data = dict(values)
-        return new
-    if isinstance(node, MutableMapping):
-        new = copy.copy(node)
-        new.update(values)
-        return new
     if isinstance(node, Mapping):
-        return type(node)(values)  # type: ignore[call-arg]
+        return _rebuild_mapping(node, values)
     if dataclasses.is_dataclass(node):
-        new = copy.copy(node)
+        new = copy.copy(node)  # a constructor would refuse fields with init=False and run __post_init__ again
+        attributes: dict[str, Any] = getattr(new, "__dict__", {})
+        for name in list(attributes):
+            if isinstance(getattr(type(new), name, None), cached_property):
+                del attributes[name]  # computed from the whole batch
         for key, value in values.items():
             object.__setattr__(new, key, value)
         return new
     if _is_named_tuple(node):
-        return type(node)(*values.values())
+        return node._make(values.values())
     return type(node)(values.values())
+
+
+def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    # A shallow copy keeps what a constructor would lose: default factories, attributes. Those of `dict` and `UserDict`
+    # (transformers' BatchEncoding is one) copy their items; another class may keep them in an attribute, which the
+    # copy must not share with the caller's object.
+    if not isinstance(node, MutableMapping) or not (isinstance(node, dict) or hasattr(node, "__dict__")):
+        return type(node)(values)  # type: ignore[call-arg]
+    new = copy.copy(node)
+    if not isinstance(node, dict | UserDict):
+        new.__dict__.update({name: copy.copy(value) for name, value in vars(new).items() if isinstance(value, dict)})
+    if getattr(new, "_encodings", None) is not None:
+        new._encodings = None  # type: ignore[attr-defined]  # what BatchEncoding knows of the rows in their old order
+    for key, value in values.items():
+        new[key] = value
+    return new

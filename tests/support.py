@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
+from lightning_padmin import PadMinCallback
+
 VOCABULARY = 23
+# Ten rows that a budget of BUDGET slots cuts into five micro-batches: 24 | 20 | 12 12 | 6 6 6 6 | 3 2.
+LENGTHS = (24, 20, 12, 12, 6, 6, 6, 6, 3, 2)
+BUDGET = 24
 
 
 def make_batch(
@@ -160,3 +167,95 @@ def fit(module: pl.LightningModule, batches: Sequence[Any], *callbacks: pl.Callb
         trainer = pl.Trainer(callbacks=list(callbacks), **(defaults | options))
         trainer.fit(module, loader(batches))
     return trainer
+
+
+def quiet_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    """The Trainer of `fit`, not started yet."""
+    defaults: dict[str, Any] = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(callbacks=list(callbacks), **(defaults | options))
+
+
+def padmin(**options: Any) -> PadMinCallback:
+    """The callback with the budget that goes with LENGTHS."""
+    return PadMinCallback(**({"token_budget": BUDGET, "launch_cost": 4} | options))
+
+
+def ragged_batches(count: int = 3, *, lengths: Sequence[int] = LENGTHS, **options: Any) -> list[dict[str, Tensor]]:
+    """Batches of LENGTHS, rows in another order in each."""
+    turns = [3 * k % len(lengths) for k in range(count)]
+    return [make_batch([*lengths[t:], *lengths[:t]], seed=k, **options) for k, t in enumerate(turns)]
+
+
+@dataclass
+class Pair:
+    """The same fit without and with the callback."""
+
+    plain: Any
+    split: Any
+    plain_trainer: pl.Trainer
+    split_trainer: pl.Trainer
+    callback: PadMinCallback
+
+    @property
+    def gradient(self) -> float:
+        """The worst `relative` difference of a gradient over all optimizer steps."""
+        assert len(self.split.gradients) == len(self.plain.gradients) > 0
+        return max(relative(a, b) for a, b in zip(self.split.gradients, self.plain.gradients, strict=True))
+
+    @property
+    def parameters(self) -> float:
+        """`relative` difference of the parameters after training."""
+        return relative(flat_parameters(self.split), flat_parameters(self.plain))
+
+
+def fit_pair(
+    make: Callable[[], Any],
+    batches: Sequence[Any],
+    options: dict[str, Any] | None = None,
+    callbacks: Callable[[], Sequence[pl.Callback]] = tuple,
+    **trainer: Any,
+) -> Pair:
+    """`options` are the callback's, the others the Trainer's; the callback comes after `callbacks`."""
+    plain, split, added = make(), make(), padmin(**(options or {}))
+    trainers = fit(plain, batches, *callbacks(), **trainer), fit(split, batches, *callbacks(), added, **trainer)
+    assert added.stats.micro_batches > added.stats.batches > 0, "nothing was split, so nothing was tested"
+    return Pair(plain, split, *trainers, added)
+
+
+Row = dict[str, float]
+
+
+class Memory(Logger):
+    """A logger that keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, Row]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: Row, step: int | None = None) -> None:
+        self.rows.append((step, {name: float(value) for name, value in metrics.items()}))
+
+    def log_hyperparams(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def of(self, prefix: str) -> list[tuple[int | None, Row]]:
+        """Rows of the callback (its prefix) or of everybody else ("")."""
+        return [
+            (step, row) for step, row in self.rows if any(name.startswith("padmin/") for name in row) == bool(prefix)
+        ]

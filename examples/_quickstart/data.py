@@ -71,7 +71,8 @@ def read_pairs(path: Path, prompt_field: str, completion_field: str) -> list[Pai
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"--data {path}: cannot be read ({error}); name a JSON-lines file.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"--data {path}: cannot be read ({reason}); name a JSON-lines file.") from error
     pairs = [
         _read_line(line, f"--data {path}, line {number}", prompt_field, completion_field)
         for number, line in enumerate(lines, start=1)
@@ -92,13 +93,9 @@ def _read_line(line: str, where: str, prompt_field: str, completion_field: str) 
     texts = []
     for option, field in (("--prompt-field", prompt_field), ("--completion-field", completion_field)):
         if field not in record:
-            raise BadInput(
-                f"{option} {field}: {where} has no such field; it has {', '.join(record) or 'none'}."
-            )
+            raise BadInput(f"{option} {field}: {where} has no such field; it has {', '.join(record) or 'none'}.")
         if not isinstance(text := record[field], str) or not text.strip():
-            raise BadInput(
-                f"{option} {field}: {where} holds {text!r:.40}; name a field with text in every line."
-            )
+            raise BadInput(f"{option} {field}: {where} holds {text!r:.40}; name a field with text in every line.")
         texts.append(text)
     return texts[0], texts[1]
 

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -48,26 +49,29 @@ def load(model: str | None, layers: int | None) -> tuple[PreTrainedModel, PreTra
         ) from error
 
 
-def _load_from(
-    source: str, layers: int | None, local: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_from(source: str, layers: int | None, local: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
     if tokenizer.chat_template is None:
-        raise BadInput(
-            f"--model {source}: its tokenizer has no chat template; name an instruction-tuned model."
-        )
+        raise BadInput(f"--model {source}: its tokenizer has no chat template; name an instruction-tuned model.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # never seen: the attention mask leaves it out
     config = AutoConfig.from_pretrained(source, local_files_only=local)
-    depth = config.num_hidden_layers
-    if layers is not None and layers > depth:
-        raise BadInput(f"--layers {layers}: the model has {depth} layers; give 1 to {depth}, or 'all'.")
     if dropout := {name: rate for name, rate in config.to_dict().items() if _is_dropout(name, rate)}:
-        raise BadInput(
-            f"--model {source}: it trains with dropout {dropout}, so no two runs agree; name another model."
-        )
-    loaded = AutoModelForCausalLM.from_pretrained(
-        source, local_files_only=local, dtype=torch.float32, num_hidden_layers=layers or depth
-    )
+        raise BadInput(f"--model {source}: trains with dropout {dropout}, so no two runs agree; name another model.")
+    if layers is not None:
+        _keep_layers(config, layers)
+    loaded = AutoModelForCausalLM.from_pretrained(source, config=config, local_files_only=local, dtype=torch.float32)
     return loaded.train(), tokenizer
+
+
+def _keep_layers(config: PreTrainedConfig, layers: int) -> None:
+    depth = getattr(config, "num_hidden_layers", None)
+    if depth is None or layers > depth:
+        known = f"1 to {depth}, or 'all'" if depth else "'all'"
+        raise BadInput(f"--layers {layers}: this model has {depth or 'no list of'} layers; give {known}.")
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
 
 
 def _is_dropout(name: str, rate: object) -> bool:
@@ -83,35 +87,31 @@ def smollm2_folder() -> Path:
     folder = cache / "smollm2-135m-instruct"
     if folder.is_dir():
         return folder
-    gguf_folder = _gguf_folder()
+    packaged = gguf_folder()
     print(f"Preparing SmolLM2-135M once, about 20 seconds, in {folder}")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=cache, ignore_cleanup_errors=True) as scratch:
             partial = Path(scratch) / "model"
-            _dequantize(gguf_folder, partial)
+            _dequantize(packaged, partial)
             try:
                 partial.rename(folder)
             except OSError:  # another process was faster: its folder is as good as ours
                 if not folder.is_dir():
                     raise
     except OSError as error:
-        raise BadInput(
-            f"PADMIN_CACHE={cache}: {first_line(error)}; name a writable folder with 1 GB free."
-        ) from error
+        raise BadInput(f"PADMIN_CACHE={cache}: {first_line(error)}; name a writable folder with 1 GB free.") from error
     return folder
 
 
-def _gguf_folder() -> Path:
+def gguf_folder() -> Path:
     """Where the package keeps the model file. Found, not imported: an import needs its own dependencies."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = (spec.submodule_search_locations or []) if spec else []
     for folder in map(Path, folders):
         if (folder / GGUF_FILE).is_file():
             return folder
-    raise BadInput(
-        f"--model: the default model's package is missing: {INSTALL} (or name a folder or a hub id)."
-    )
+    raise BadInput(f"--model: the default model's package is missing: {INSTALL} (or name a folder or a hub id).")
 
 
 def _dequantize(gguf_folder: Path, target: Path) -> None:

@@ -118,20 +118,7 @@ SETTINGS = (
     ),
 )
 
-NAMES = (
-    "Mira",
-    "Jonas",
-    "Amara",
-    "Tomas",
-    "Leila",
-    "Henrik",
-    "Sofia",
-    "Kofi",
-    "Yuki",
-    "Pavel",
-    "Ines",
-    "Omar",
-)
+NAMES = ("Mira", "Jonas", "Amara", "Tomas", "Leila", "Henrik", "Sofia", "Kofi", "Yuki", "Pavel", "Ines", "Omar")
 
 BACKGROUND = (  # fits every setting
     "It is late spring.",
@@ -169,21 +156,12 @@ class Event:
 
     def __str__(self) -> str:
         days = self.last - self.first + 1
-        pattern = (
-            ("On day {0}", "On both day {0} and day {1}")[days - 1]
-            if days < 3
-            else "On each of days {0} to {1}"
-        )
+        pattern = ("On day {0}", "On both day {0} and day {1}")[days - 1] if days < 3 else "On each of days {0} to {1}"
         return f"{pattern.format(self.first, self.last)}, {self.deed}."
 
 
 def write_problems(
-    lengths: Iterable[tuple[int, int]],
-    count: Count,
-    *,
-    seed: int,
-    prompt_extra: int = 0,
-    completion_extra: int = 0,
+    lengths: Iterable[tuple[int, int]], count: Count, *, seed: int, prompt_extra: int = 0, completion_extra: int = 0
 ) -> Iterator[Problem]:
     """Write one problem for each (prompt, completion) length in tokens.
 
@@ -201,16 +179,12 @@ def write_problems(
 
 def _write(rng: random.Random, count: Count, prompt_tokens: int, completion_tokens: int) -> Problem:
     setting, name, start = rng.choice(SETTINGS), rng.choice(NAMES), rng.randint(40, 180)
-    opening = (
-        f"{setting.opening.format(name=name)} At first there are {start} {setting.item} {setting.place}."
-    )
+    opening = f"{setting.opening.format(name=name)} At first there are {start} {setting.item} {setting.place}."
     question = f"How many {setting.item} are there at the end?"
     # Between half and nearly all of the completion is arithmetic; explanations and checks get the rest.
     line = count(f"Day 1: {start} + 12 = {start + 12} {setting.item}.\n")
     days = max(1, int(rng.uniform(0.5, 0.9) * completion_tokens / line))
-    sentence = (
-        f" On each of days 1 to 3, {max(setting.gain + setting.loss, key=len).format(name=name, n=12)}."
-    )
+    sentence = f" On each of days 1 to 3, {max(setting.gain + setting.loss, key=len).format(name=name, n=12)}."
     room = (prompt_tokens - count(f"{opening} {question}")) // count(sentence)
     if room < 1:  # a very short prompt
         opening, question = f"{name} counts {start} {setting.item}.", "How many are there at the end?"
@@ -227,9 +201,7 @@ def _write(rng: random.Random, count: Count, prompt_tokens: int, completion_toke
     return Problem(" ".join(body), completion, start, changes, answer)
 
 
-def _events(
-    rng: random.Random, setting: Setting, name: str, stock: int, days: int, parts: int
-) -> Iterator[Event]:
+def _events(rng: random.Random, setting: Setting, name: str, stock: int, days: int, parts: int) -> Iterator[Event]:
     """Divide `days` days among `parts` events, none of which takes more than there is."""
     ends = [*sorted(rng.sample(range(1, days), parts - 1)), days]
     for first, last in zip([1, *(end + 1 for end in ends)], ends, strict=False):
@@ -238,12 +210,8 @@ def _events(
         gain = most < 2 or rng.random() < 0.5
         amount = rng.randint(2, 30 if gain else most)
         change = amount if gain else -amount
-        yield Event(
-            first,
-            last,
-            change,
-            rng.choice(setting.gain if gain else setting.loss).format(name=name, n=amount),
-        )
+        deed = rng.choice(setting.gain if gain else setting.loss).format(name=name, n=amount)
+        yield Event(first, last, change, deed)
         stock += change * span
 
 
@@ -271,8 +239,7 @@ def _solve(
     spare += count(ends[0]) - sum(sizes[i] for i in chosen)
     end = max((text for text in ends if count(text) <= spare), key=count, default=ends[0])
     worked = "\n".join(
-        line + "".join(remarks[i] for i in (2 * day, 2 * day + 1) if i in chosen)
-        for day, line in enumerate(lines)
+        line + "".join(remarks[i] for i in (2 * day, 2 * day + 1) if i in chosen) for day, line in enumerate(lines)
     )
     closing = [text for i, text in enumerate(closing, start=len(remarks)) if i in chosen]
     return worked + "\n" + "".join(closing) + end, stock

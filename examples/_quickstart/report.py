@@ -19,11 +19,7 @@ from rich.table import Table
 from lightning_padmin import plan_micro_batches
 
 GRADIENT_TARGET = 1e-5  # of float32 gradients, relative to the largest one
-REAL, PADDING, INK = (
-    "#0072B2",
-    "#F2C58C",
-    "#333333",
-)  # blue and light orange differ for every kind of colour vision
+REAL, PADDING, INK = "#0072B2", "#F2C58C", "#333333"  # blue and light orange: apart for every kind of colour vision
 
 
 @dataclass(frozen=True)
@@ -44,10 +40,10 @@ class Result:
         return 1 - self.real_tokens / self.slots
 
 
-def table(results: Sequence[Result], title: str) -> Table:
+def table(results: Sequence[Result]) -> Table:
     """One line per run."""
-    columns = ["slots", "waste", "micro-batches", "seconds", "final loss", "gradient difference"]
-    drawn = Table("run", title=title, title_justify="left")
+    columns = ["slots", "waste", "micro-\nbatches", "seconds", "final\nloss", "gradient\ndifference"]
+    drawn = Table("run")
     for column in columns:
         drawn.add_column(column, justify="right")
     for result in results:
@@ -78,29 +74,27 @@ def verdict(plain: Result, padmin: Result) -> str:
     )
 
 
-def draw_batch(lengths: Sequence[int], token_budget: int, launch_cost: int, path: Path) -> None:
+def typical(batches: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The batch, given as its rows' lengths, of which as many waste more as waste less."""
+    by_waste = sorted(batches, key=lambda lengths: 1 - sum(lengths) / (max(lengths) * len(lengths)))
+    return by_waste[len(by_waste) // 2]
+
+
+def draw_batch(lengths: Sequence[int], token_budget: int, path: Path) -> None:
     """Draw one batch before and after: a bar per row, its tokens and its padding."""
-    plan = plan_micro_batches(lengths, token_budget, launch_cost=launch_cost)
-    order = [
-        (int(row), int(width))
-        for rows, (width,) in zip(plan.groups, plan.widths, strict=True)
-        for row in rows
-    ]
+    plan = plan_micro_batches(lengths, token_budget)
+    order = [(int(row), int(width)) for rows, (width,) in zip(plan.groups, plan.widths, strict=True) for row in rows]
     real, widest = sum(lengths), max(lengths)
     waste_before, waste = 1 - real / (widest * len(lengths)), plan.waste
 
     plt.rcParams.update({"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), sharex=True, layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
     _draw_rows(left, lengths, [widest] * len(lengths), range(len(lengths)))
     _draw_rows(right, [lengths[row] for row, _ in order], [width for _, width in order], _spread(plan.groups))
-    left.set_title(
-        f"as batched: {len(lengths)} rows x {widest} = {widest * len(lengths):,} slots", fontsize=10
-    )
+    left.set_title(f"as batched: {len(lengths)} rows x {widest} = {widest * len(lengths):,} slots", fontsize=10)
     right.set_title(f"as run: {len(plan)} micro-batches, {plan.slots:,} slots", fontsize=10)
     _name_groups(right, plan.groups, plan.widths[:, 0])
-    figure.suptitle(
-        f"One batch of {len(lengths)} rows: waste {waste_before:.0%} → {waste:.0%}", fontweight="bold"
-    )
+    figure.suptitle(f"Waste of a typical batch: {waste_before:.0%} → {waste:.0%}", fontweight="bold")
     patches = [Patch(color=REAL, label="tokens"), Patch(color=PADDING, label="padding")]
     figure.legend(handles=patches, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=200)
@@ -111,7 +105,7 @@ def _draw_rows(axes: Axes, lengths: Sequence[int], widths: Sequence[int], height
     axes.barh(heights, widths, height=0.8, color=PADDING)
     axes.barh(heights, lengths, height=0.8, color=REAL)
     axes.invert_yaxis()  # the first row on top
-    axes.set(yticks=[], xlabel="tokens")
+    axes.set(yticks=[], xlabel="tokens", xlim=(0, 1.18 * max(widths)))  # room for the groups' names
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 

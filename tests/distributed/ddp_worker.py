@@ -1,4 +1,4 @@
-"""One rank of the scenarios in test_ddp.py: `python ddp_worker.py RESULT_FILE [scenario ...]`, rank from the environment.
+"""One rank of the scenarios in test_ddp.py: `python ddp_worker.py RESULT_FILE SCENARIO ...`, rank from LOCAL_RANK.
 
 Each scenario runs real Trainers under DDPStrategy with gloo and returns what the test compares.
 """
@@ -32,19 +32,30 @@ UNEVEN = ([[24, 20, 12, 12, 6, 6, 6, 6, 3, 2]], [[4, 3, 5, 2]])
 FIVE, ONE = UNEVEN[0][0], UNEVEN[1][0]
 
 
-def batches(seed: int = 0, count: int = 5, lengths: Sequence[Sequence[int]] = (FIVE, ONE)) -> list[dict[str, torch.Tensor]]:
+def batches(
+    seed: int = 0, count: int = 5, lengths: Sequence[Sequence[int]] = (FIVE, ONE)
+) -> list[dict[str, torch.Tensor]]:
     """This rank's batches; in every one rank 0 has `lengths[0]`, rank 1 `lengths[1]`, in another order each time."""
     own = list(lengths[RANK])
-    return [support.make_batch(own[k % len(own) :] + own[: k % len(own)], seed=seed + 7 * k + RANK) for k in range(count)]
+    return [
+        support.make_batch(own[k % len(own) :] + own[: k % len(own)], seed=seed + 7 * k + RANK) for k in range(count)
+    ]
 
 
 def callback(**options: Any) -> PadMinCallback:
     return PadMinCallback(**({"token_budget": BUDGET, "launch_cost": 4} | options))
 
 
-def fit(module: support.Module, data: Sequence[Any], *callbacks: Any, ddp: dict[str, Any] | None = None, **options: Any) -> Any:
+def fit(
+    module: support.Module, data: Sequence[Any], *callbacks: Any, ddp: dict[str, Any] | None = None, **options: Any
+) -> Any:
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60), **(ddp or {}))
-    defaults = {"strategy": strategy, "devices": 2, "plugins": [LightningEnvironment()], "use_distributed_sampler": False}
+    defaults = {
+        "strategy": strategy,
+        "devices": 2,
+        "plugins": [LightningEnvironment()],
+        "use_distributed_sampler": False,
+    }
     return support.fit(module, data, *callbacks, **(defaults | options))
 
 
@@ -57,7 +68,9 @@ def record(module: support.Module) -> dict[str, Any]:
     }
 
 
-def pair(make: Callable[[], support.Module], data: Sequence[Any], options: dict[str, Any], **fit_options: Any) -> dict[str, Any]:
+def pair(
+    make: Callable[[], support.Module], data: Sequence[Any], options: dict[str, Any], **fit_options: Any
+) -> dict[str, Any]:
     """The same fit without and with the callback."""
     plain, split, added = make(), make(), callback(**options)
     fit(plain, data, **fit_options)
@@ -137,8 +150,6 @@ def no_loss_on_one_rank() -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(module, data, callback(), max_steps=2)
-    alone = support.Module()
-    alone.model.load_state_dict(support.Module().model.state_dict())
     first = support.Module()
     fit(first, data[:1], callback())
     second = support.Module()
@@ -189,7 +200,8 @@ def reductions() -> Any:
 
     def hook(state: Any, bucket):  # type: ignore[no-untyped-def]  # torch refuses string annotations here
         calls[0] += 1
-        return torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+        work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
 
     class Counted(support.Module):
         def on_train_start(self) -> None:  # Lightning's own option registers hooks on CUDA only

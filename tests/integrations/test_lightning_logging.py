@@ -1,0 +1,454 @@
+"""What reaches loggers and monitors: the user's own values as un-split, and the metrics of the callback."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import support
+import torch
+import torchmetrics
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support import BUDGET, LENGTHS, Memory, Module, Row, fit, make_batch, padmin, ragged_batches
+from torch import Tensor
+
+
+def fitted(module: pl.LightningModule, batches: Sequence[Any], *callbacks: pl.Callback, **options: Any) -> Memory:
+    memory = Memory()
+    fit(module, batches, *callbacks, logger=memory, **({"log_every_n_steps": 1} | options))
+    return memory
+
+
+def assert_same_rows(ours: Memory, stock: Memory, relative: float = 1e-12) -> None:
+    """Steps, keys and their order, and values."""
+    assert [step for step, _ in ours.of("")] == [step for step, _ in stock.of("")]
+    for (_, mine), (_, theirs) in zip(ours.of(""), stock.of(""), strict=True):
+        assert list(mine) == list(theirs)
+        assert mine == pytest.approx(theirs, rel=relative, abs=0)
+
+
+class Talkative(Module):
+    """Logs in every way whose whole is known from its parts."""
+
+    def __init__(self, how: str = "token-mean") -> None:
+        super().__init__(how)
+        self.seen_tokens, self.token_length = torchmetrics.SumMetric(), torchmetrics.MeanMetric()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        length, rows = batch["attention_mask"].sum(1), len(batch["labels"])
+        tokens, valid = length.sum(), batch["labels"][:, 1:] != -100
+        both: dict[str, Any] = {"on_step": True, "on_epoch": True}
+        self.log("loss", loss, prog_bar=True, **both)
+        self.log("loss_by_default", loss)
+        self.log("loss_of_rows", loss, batch_size=rows, on_step=False, on_epoch=True)
+        self.log("even_targets", (batch["labels"][:, 1:][valid] % 2 == 0).double().mean(), **both)
+        self.log("tokens", tokens.double(), reduce_fx="sum", **both)
+        self.log("integer_tokens", tokens, reduce_fx=torch.sum, **both)
+        self.log("longest", length.max().double(), reduce_fx="max", **both)
+        self.log("shortest", length.min().double(), reduce_fx=min, **both)
+        self.log("twice", loss, **both)
+        self.log("twice", 2 * loss, **both)
+        self.log("constant", 1 / 3, **both)
+        self.log("large_constant", 16_777_215.0)
+        if length.max() > 10:  # not in every micro-batch, and not in every batch
+            self.log("long_rows", (length > 10).sum().double(), reduce_fx="sum", on_epoch=True)
+            self.log("a_constant_of_some", 0.1)
+        self.log_dict({"tokens_again": tokens.double(), "targets": valid.sum().double()}, reduce_fx="sum")
+        self.seen_tokens.update(tokens)
+        self.token_length.update(length.double(), length.double())
+        self.log("seen_tokens", self.seen_tokens, on_step=False, on_epoch=True)
+        self.log("token_length", self.token_length, on_step=False, on_epoch=True)
+        return loss
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        super().on_before_zero_grad(optimizer)
+        self.log("zero_grads", float(self.zero_grads), on_epoch=True)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("steps_so_far", float(self.trainer.global_step), reduce_fx="sum", on_epoch=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.log("gradient_norm", self.gradients[-1].norm(), on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_end", 3.0)
+
+
+def mixed_batches() -> list[dict[str, Tensor]]:
+    """Three batches of LENGTHS, and two small ones in between, where no row is long."""
+    first, second, third = ragged_batches(3)
+    return [first, make_batch([8, 4, 4], width=10, seed=7), second, make_batch([8, 4, 4], width=10, seed=8), third]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids="accumulate {}".format)
+def logged(request: pytest.FixtureRequest) -> tuple[Memory, Memory]:
+    """Rows of a split and of a stock run of two epochs."""
+    options = {"max_epochs": 2, "accumulate_grad_batches": request.param}
+    split = fitted(Talkative(), mixed_batches(), padmin(), **options)
+    return split, fitted(Talkative(), mixed_batches(), **options)
+
+
+def column(memory: Memory, name: str) -> list[tuple[int | None, float]]:
+    return [(step, row[name]) for step, row in memory.of("") if name in row]
+
+
+FORKED = ("loss", "even_targets", "tokens", "integer_tokens", "longest", "shortest", "twice", "constant", "long_rows")
+FORKED += ("zero_grads", "steps_so_far", "gradient_norm")
+KEYS = [f"{name}_{when}" for name in FORKED for when in ("step", "epoch")]
+KEYS += ["loss_by_default", "loss_of_rows", "large_constant", "a_constant_of_some", "tokens_again", "targets"]
+KEYS += ["seen_tokens", "token_length", "epoch_end", "epoch"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_logged_value_is_that_of_the_whole_batch(key: str, logged: tuple[Memory, Memory]) -> None:
+    split, stock = (column(memory, key) for memory in logged)
+    assert len(stock) > 1
+    assert [step for step, _ in split] == [step for step, _ in stock]
+    assert [value for _, value in split] == pytest.approx([value for _, value in stock], rel=1e-12, abs=0)
+
+
+def test_rows_are_the_same_to_the_order_of_their_keys(logged: tuple[Memory, Memory]) -> None:
+    split, stock = logged
+    names = {name for _, row in stock.of("") for name in row}
+    assert names == set(KEYS)
+    assert_same_rows(split, stock)
+
+
+def test_a_mean_of_equal_values_is_that_value(logged: tuple[Memory, Memory]) -> None:
+    split, _ = logged
+    assert {value for _, value in column(split, "constant_step")} == {float(torch.tensor(1 / 3))}
+    assert {value for _, value in column(split, "large_constant")} == {16_777_215.0}
+
+
+@pytest.mark.usefixtures("equal_weights")
+def test_logged_values_would_show_wrong_weights() -> None:
+    """Negative control: the gradient of the second step depends on the weights of the first."""
+    split, stock = (fitted(Talkative(), mixed_batches(), *callbacks) for callbacks in ([padmin()], []))
+    for key in ("loss_step", "gradient_norm_step"):
+        assert [v for _, v in column(split, key)] != pytest.approx([v for _, v in column(stock, key)], rel=1e-3)
+
+
+def test_without_merging_a_sum_is_that_of_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what Lightning makes of one log call per micro-batch."""
+    from lightning_padmin.integrations import lightning_loop
+
+    class Unmerged(lightning_loop.LogRecorder):
+        def replay(self, log: Callable[..., None]) -> None:
+            for (fx, name, _), entries in self._calls.items():
+                for _, value, arguments in entries:
+                    log(fx, name, value, **arguments)
+
+    monkeypatch.setattr(lightning_loop, "LogRecorder", Unmerged)
+    split = fitted(Talkative(), ragged_batches(1), padmin())
+    assert column(split, "tokens_step") == [(0, 5.0)]
+    assert sum(LENGTHS) == 97
+
+
+@pytest.mark.parametrize("how", ["row-mean", "sum"])
+def test_losses_of_other_reductions(how: str) -> None:
+    """A summed loss is logged as the sum, though Lightning takes means; also where it came through a float."""
+
+    class Plain(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            self.log("as_float", loss.item(), on_step=True, on_epoch=True)
+            self.log("twice_the_loss", loss * 2 if how == "row-mean" else loss)
+            return loss
+
+    options = {"accumulate_grad_batches": 3}
+    split = fitted(Plain(how), mixed_batches(), padmin(loss_reduction=how), **options)
+    stock = fitted(Plain(how), mixed_batches(), **options)
+    assert_same_rows(split, stock, relative=1e-6)
+    for key in ("loss_step", "loss_epoch", "twice_the_loss"):
+        assert [v for _, v in column(split, key)] == pytest.approx([v for _, v in column(stock, key)], rel=1e-12)
+
+
+def test_log_reduce() -> None:
+    """Counts that are logged with a mean, as many scripts do, need to be told apart from means."""
+
+    class Counts(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            length = batch["attention_mask"].sum(1).double()
+            self.log_dict({"rows": float(len(length)), "longest": length.max(), "shortest": length.min()})
+            self.log("epoch_rows", float(len(length)), on_step=False, on_epoch=True)
+            self.log("width", length.max())
+            self.log("token_weighted", length.max())
+            return super().training_step(batch, batch_idx)
+
+    log_reduce = {"rows": "sum", "longest": "max", "shortest": "min", "epoch_rows": "sum", "width": "last"}
+    split = fitted(Counts(), mixed_batches(), padmin(log_reduce=log_reduce))
+    stock = fitted(Counts(), mixed_batches())
+    for key in ("rows", "longest", "shortest", "epoch_rows"):
+        assert column(split, key) == column(stock, key)
+        assert len(column(stock, key)) > 0
+    assert column(stock, "rows")[0] == (0, 10.0)
+    assert column(split, "width")[0] == (0, 3.0)
+    # By default a value is a mean over loss tokens, as the loss is: 23, 19, 22, 20 and 3 of 87 of them.
+    widths = (23 * 24 + 19 * 20 + 22 * 12 + 20 * 6 + 3 * 3) / 87
+    assert column(split, "token_weighted")[0] == (0, pytest.approx(widths, rel=1e-12))
+
+
+def test_arguments_that_change_between_calls_are_refused_as_in_stock() -> None:
+    class Changes(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("value", 1.0, on_epoch=False)
+            self.log("value", 1.0, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    for callbacks in ([], [padmin()]):
+        with pytest.raises(MisconfigurationException, match="twice in `training_step` with different arguments"):
+            fit(Changes(), ragged_batches(1), *callbacks)
+
+
+def test_a_callback_that_logs_in_backward_hooks() -> None:
+    class Logs(pl.Callback):
+        def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+            module.log("batches_before", float(trainer.fit_loop.batch_idx), on_step=True, on_epoch=True)
+
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            self.norm = support.flat_gradient(module.model).norm()
+            module.log("norm", self.norm)
+
+    split, stock = (fitted(Module(), ragged_batches(3), Logs(), *extra) for extra in ([padmin()], []))
+    assert_same_rows(split, stock)
+    assert [value for _, value in column(split, "batches_before_step")] == [0.0, 1.0, 2.0]
+
+
+def test_what_monitors_see() -> None:
+    """callback_metrics, with values that no logger gets."""
+
+    class Hidden(Talkative):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("hidden", loss, logger=False, on_step=True, on_epoch=True)
+            self.log("reduced", loss, sync_dist=True, rank_zero_only=True)
+            return loss
+
+    seen = []
+    for callbacks in ([padmin()], []):
+        trainer = fit(Hidden(), mixed_batches(), *callbacks)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        seen.append({name: value for name, value in metrics.items() if not name.startswith("padmin/")})
+    assert {"hidden", "hidden_step", "hidden_epoch", "reduced"} <= set(seen[1])
+    assert seen[0] == pytest.approx(seen[1], rel=1e-12, abs=0)
+
+
+def test_metric_objects_are_those_of_the_epoch() -> None:
+    """Their values at a step cannot be merged, and are those of the last micro-batch; those of the epoch are exact."""
+
+    class Measured(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = torchmetrics.classification.MulticlassAccuracy(support.VOCABULARY, average="micro")
+            self.bag = torchmetrics.MetricCollection([torchmetrics.MaxMetric(), torchmetrics.CatMetric()])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                guess = self.model(batch["input_ids"])[:, :-1].argmax(-1)
+            valid = batch["labels"][:, 1:] != -100
+            self.accuracy(guess[valid], batch["labels"][:, 1:][valid])
+            self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+            self.bag.update(batch["attention_mask"].sum(1))
+            self.log("longest", self.bag["MaxMetric"], on_step=False, on_epoch=True)
+            self.lengths = self.bag["CatMetric"].compute().tolist()
+            return super().training_step(batch, batch_idx)
+
+    split, stock = Measured(), Measured()
+    rows = fitted(split, mixed_batches(), padmin(), max_epochs=2), fitted(stock, mixed_batches(), max_epochs=2)
+    for key in ("accuracy_epoch", "longest"):
+        assert dict(column(rows[0], key)) == pytest.approx(dict(column(rows[1], key)), rel=1e-6)
+    assert [step for step, _ in column(rows[1], "accuracy_epoch")] == [4, 9]
+    assert column(rows[1], "accuracy_epoch")[1][1] > 0.05
+    assert dict(column(rows[0], "accuracy_step")) != dict(column(rows[1], "accuracy_step"))
+    assert sorted(split.lengths) == sorted(stock.lengths)
+    assert len(stock.lengths) == 72
+
+
+@pytest.mark.parametrize("how", ["LBFGS", "closure called twice"])
+def test_closures_that_run_several_times(how: str) -> None:
+    """Each run logs, as in stock Lightning."""
+
+    class Twice(Talkative):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            if how != "LBFGS":
+                optimizer_closure()
+            optimizer.step(closure=optimizer_closure)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            if how == "LBFGS":
+                return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+            return super().configure_optimizers()
+
+    split, stock = (fitted(Twice(), mixed_batches(), *extra, max_epochs=2) for extra in ([padmin()], []))
+    assert_same_rows(split, stock, relative=1e-9)
+    assert column(stock, "tokens_epoch")[0][1] > sum(LENGTHS) * 3 + 2 * 16
+
+
+# Files
+
+
+def csv_rows(path: Path) -> list[Row]:
+    with path.open() as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return sorted(rows, key=lambda row: (row["step"], len(row), sorted(row)))
+
+
+def test_csv_and_another_logger_get_the_same(tmp_path: Path) -> None:
+    memories = {}
+    for name, callbacks in (("split", [padmin()]), ("stock", [])):
+        memories[name] = Memory()
+        loggers = [CSVLogger(tmp_path, name=name, version="0"), memories[name]]
+        fit(Talkative(), mixed_batches(), *callbacks, logger=loggers, log_every_n_steps=1)
+    files = {name: csv_rows(tmp_path / name / "0" / "metrics.csv") for name in memories}
+    for name, memory in memories.items():
+        kept = [row | {"step": float(step or 0)} for step, row in memory.rows]
+        kept.sort(key=lambda row: (row["step"], len(row), sorted(row)))
+        assert len(files[name]) == len(kept)
+        for written, remembered in zip(files[name], kept, strict=True):
+            assert written == pytest.approx(remembered, rel=1e-12)
+    ours = [row for row in files["split"] if "padmin/waste" not in row]
+    assert len(ours) == len(files["stock"]) == 6
+    for mine, theirs in zip(ours, files["stock"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-12, abs=0)
+    assert [row["step"] for row in files["split"] if "padmin/waste" in row] == [0, 1, 2, 3, 4]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scalars = {}
+    for name, callbacks in (("split", [padmin()]), ("stock", [])):
+        logger = TensorBoardLogger(tmp_path, name=name, version=0)
+        fit(Module(), mixed_batches(), *callbacks, logger=logger, log_every_n_steps=1)
+        events = EventAccumulator(str(tmp_path / name / "version_0"))
+        events.Reload()
+        tags = [tag for tag in events.Tags()["scalars"] if tag != "hp_metric"]
+        scalars[name] = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    assert [step for step, _ in scalars["split"]["padmin/slots"]] == [0, 1, 2, 3, 4]
+    assert [value for _, value in scalars["split"]["padmin/slots"]] == [98, 16, 98, 16, 98]
+    for tag, values in scalars["stock"].items():
+        assert [step for step, _ in scalars["split"][tag]] == [step for step, _ in values]
+        assert [v for _, v in scalars["split"][tag]] == pytest.approx([v for _, v in values], rel=1e-6)
+    assert {tag for tag in scalars["split"] if not tag.startswith("padmin/")} == set(scalars["stock"])
+
+
+# The callback's own metrics
+
+# Counted by hand. Ten rows of LENGTHS, 24 wide: micro-batches of 24, 20, 2 x 12, 4 x 6 and 2 x 3 slots.
+LARGE = {"real": 97, "loss": 87, "before": 240, "slots": 98, "micro": 5, "longest": 24}
+# Three rows of 8, 4 and 4 tokens, 10 wide: micro-batches of 8 and 2 x 4 slots.
+SMALL = {"real": 16, "loss": 13, "before": 30, "slots": 16, "micro": 2, "longest": 8}
+BATCHES = [LARGE, SMALL, LARGE, SMALL, LARGE]
+
+
+def expected(first: int, last: int, prefix: str = "padmin/") -> Row:
+    """Of batches first ... last."""
+    some = BATCHES[first : last + 1]
+    total = {name: sum(batch[name] for batch in some) for name in LARGE}
+    values = {
+        "waste": 1 - total["real"] / total["slots"],
+        "waste_before": 1 - total["real"] / total["before"],
+        "real_tokens": total["real"],
+        "loss_tokens": total["loss"],
+        "slots": total["slots"],
+        "micro_batches": total["micro"],
+        "longest_row": max(batch["longest"] for batch in some),
+        "dummies": 0,
+        "over_budget_rows": 0,
+        "idle": 0,
+    }
+    return {prefix + name: value for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("every", "accumulate", "written"),
+    [
+        (1, 1, [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 4)]),
+        (2, 1, [(1, 0, 1), (3, 2, 3), (4, 4, 4)]),
+        (50, 1, [(4, 0, 4)]),
+        (1, 2, [(0, 0, 1), (1, 2, 3), (2, 4, 4)]),
+        (2, 2, [(1, 0, 3), (2, 4, 4)]),
+        (1, 50, [(0, 0, 4)]),
+        (0, 1, [(4, 0, 4)]),
+    ],
+)
+def test_metrics(every: int, accumulate: int, written: list[tuple[int, int, int]]) -> None:
+    """At Lightning's own logging steps, over all batches since the last one; the rest at the last step."""
+    memories = [Memory(), Memory()]
+    trainer = fit(
+        Module(),
+        mixed_batches(),
+        padmin(),
+        logger=memories,
+        log_every_n_steps=every,
+        accumulate_grad_batches=accumulate,
+    )
+    for memory in memories:
+        assert memory.of("padmin/") == [(step, pytest.approx(expected(a, b))) for step, a, b in written]
+    final = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("padmin/")}
+    assert final == pytest.approx(expected(*written[-1][1:]))
+    stepped = [step for step, row in memories[0].of("") if any(name.endswith("_step") for name in row)]
+    assert [step for step, *_ in written][: len(stepped)] == stepped, "not at Lightning's own steps"
+    assert trainer.progress_bar_metrics == {}
+
+
+def test_the_prefix_is_an_option() -> None:
+    memory = fitted(Module(), mixed_batches(), padmin(log_prefix="tokens."), log_every_n_steps=50)
+    assert (4, pytest.approx(expected(0, 4, "tokens."))) in memory.rows
+
+
+def test_a_row_over_the_budget_is_counted() -> None:
+    with pytest.warns(UserWarning, match="1 of 10 rows exceed token_budget=22"):
+        memory = fitted(Module(), [make_batch(LENGTHS)], padmin(token_budget=22))
+    ((_, row),) = memory.of("padmin/")
+    assert row["padmin/over_budget_rows"] == 1
+    assert row["padmin/longest_row"] == 24 > BUDGET - 2
+
+
+def test_a_monitor_may_use_the_metrics(tmp_path: Path) -> None:
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, monitor="padmin/slots", mode="min", every_n_train_steps=1)
+    fit(Module(), mixed_batches(), padmin(), checkpoint, enable_checkpointing=True, log_every_n_steps=1)
+    assert float(checkpoint.best_model_score) == 16.0
+
+
+def test_the_progress_bar_is_not_touched() -> None:
+    bars = []
+    for callbacks in ([padmin()], []):
+        trainer = fit(Talkative(), ragged_batches(2), *callbacks, log_every_n_steps=1)
+        bars.append({name: float(value) for name, value in trainer.progress_bar_metrics.items()})
+    assert bars[0] == pytest.approx(bars[1], rel=1e-12)
+    assert set(bars[0]) == {"loss", "loss_step", "loss_epoch"} & set(bars[0])
+
+
+def test_batches_that_are_skipped_are_not_counted() -> None:
+    """The loader gives None, or a hook ends the epoch: no row of zeros is written."""
+
+    class Ends(Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 else None
+
+    callback = padmin()
+    memory = fitted(Ends(), mixed_batches(), callback)
+    assert [step for step, _ in memory.of("padmin/")] == [0, 1]
+    assert callback.stats.batches == 2
+    with_none = fitted(Module(), [None, *mixed_batches()[:2]], padmin())
+    assert [row for _, row in with_none.of("padmin/")] == [expected(0, 0), expected(1, 1)]
+
+
+def test_counters_of_the_callback() -> None:
+    callback = padmin()
+    fit(Module(), mixed_batches(), callback, max_epochs=2)
+    stats = callback.stats
+    assert (stats.batches, stats.rows, stats.micro_batches) == (10, 72, 38)
+    assert (stats.real_tokens, stats.loss_tokens) == (646, 574)
+    assert (stats.slots_before, stats.slots) == (1560, 652)
