@@ -259,3 +259,16 @@ class Memory(Logger):
         return [
             (step, row) for step, row in self.rows if any(name.startswith("padmin/") for name in row) == bool(prefix)
         ]
+
+
+def mixed_batches() -> list[dict[str, Tensor]]:
+    """Three batches of LENGTHS, and two small ones in between, where no row is long."""
+    first, second, third = ragged_batches(3)
+    return [first, make_batch([8, 4, 4], width=10, seed=7), second, make_batch([8, 4, 4], width=10, seed=8), third]
+
+
+def fitted(module: pl.LightningModule, batches: Sequence[Any], *callbacks: pl.Callback, **options: Any) -> Memory:
+    """What a fit gives its logger, at every step unless told otherwise."""
+    memory = Memory()
+    fit(module, batches, *callbacks, logger=memory, **({"log_every_n_steps": 1} | options))
+    return memory

@@ -1,4 +1,4 @@
-"""Micro-batches: gradients of the un-split batch, budgets, one copy to the host, and the loop helpers."""
+"""Micro-batches: gradients of the un-split batch, budgets, one copy to the host, and what a training loop calls."""
 
 from __future__ import annotations
 
@@ -390,17 +390,17 @@ def host_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def full_batch() -> dict[str, Any]:
-    batch: dict[str, Any] = make_batch([9, 3, 5, 2], left=[0, 2, 4, 7])
-    batch |= {
+    """Two axes, every kind of entry."""
+    return make_batch([9, 3, 5, 2], left=[0, 2, 4, 7]) | {
+        "decoder_attention_mask": torch.ones(4, 5, dtype=torch.int64),
+        "labels": torch.ones(4, 5, dtype=torch.int64),
+        "loss_mask": torch.ones(4, 5),
         "position_ids": torch.arange(9).expand(3, 4, 9).clone(),
-        "loss_mask": batch["labels"].ne(-100).float(),
         "names": ["a", "b", "c", "d"],
         "num_images": torch.tensor([1, 0, 2, 1]),
         "grid": torch.tensor([[1, 2], [2, 2], [1, 1], [3, 1]]),
         "pixels": torch.rand(10, 3),
-        "decoder_attention_mask": batch["attention_mask"][:, :5].clone().fill_(1),
     }
-    return batch | {"labels": torch.ones(4, 5, dtype=torch.int64), "loss_mask": torch.ones(4, 5)}
 
 
 def test_one_copy_to_the_host_per_batch_and_none_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,7 +287,7 @@ def test_known_names_need_tensors_of_the_batchs_shape(name: str) -> None:
 
 
 def test_tensors_without_a_dense_layout_are_refused() -> None:
-    nested = torch.nested.nested_tensor([torch.ones(n) for n in LENGTHS])
+    nested = torch.nested.nested_tensor([torch.ones(n) for n in LENGTHS], layout=torch.jagged)
     for tensor in (torch.ones(B, L).to_sparse(), nested, torch.ones(B, 2).to_sparse()):
         for name in ("extra", "input_ids", "attention_mask", "decoder_input_ids"):
             with pytest.raises(SchemaError, match=f"'{name}' is a sparse or nested tensor: make it dense"):

@@ -1,9 +1,9 @@
-"""What reaches loggers and monitors: the user's own values as un-split, and the metrics of the callback."""
+"""What the user logs reaches loggers and monitors as it does un-split."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,8 @@ import torch
 import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import BUDGET, LENGTHS, Memory, Module, Row, fit, make_batch, padmin, ragged_batches
+from support import LENGTHS, Memory, Module, Row, fit, fitted, mixed_batches, padmin, ragged_batches
 from torch import Tensor
-
-
-def fitted(module: pl.LightningModule, batches: Sequence[Any], *callbacks: pl.Callback, **options: Any) -> Memory:
-    memory = Memory()
-    fit(module, batches, *callbacks, logger=memory, **({"log_every_n_steps": 1} | options))
-    return memory
 
 
 def assert_same_rows(ours: Memory, stock: Memory, relative: float = 1e-12) -> None:
@@ -79,12 +73,6 @@ class Talkative(Module):
 
     def on_train_epoch_end(self) -> None:
         self.log("epoch_end", 3.0)
-
-
-def mixed_batches() -> list[dict[str, Tensor]]:
-    """Three batches of LENGTHS, and two small ones in between, where no row is long."""
-    first, second, third = ragged_batches(3)
-    return [first, make_batch([8, 4, 4], width=10, seed=7), second, make_batch([8, 4, 4], width=10, seed=8), third]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids="accumulate {}".format)
@@ -272,6 +260,15 @@ def test_metric_objects_are_those_of_the_epoch() -> None:
     assert len(stock.lengths) == 72
 
 
+def test_the_progress_bar_is_not_touched() -> None:
+    bars = []
+    for callbacks in ([padmin()], []):
+        trainer = fit(Talkative(), ragged_batches(2), *callbacks, log_every_n_steps=1)
+        bars.append({name: float(value) for name, value in trainer.progress_bar_metrics.items()})
+    assert bars[0] == pytest.approx(bars[1], rel=1e-12)
+    assert set(bars[0]) == {"loss", "loss_step", "loss_epoch"} & set(bars[0])
+
+
 @pytest.mark.parametrize("how", ["LBFGS", "closure called twice"])
 def test_closures_that_run_several_times(how: str) -> None:
     """Each run logs, as in stock Lightning."""
@@ -340,115 +337,3 @@ def test_tensorboard(tmp_path: Path) -> None:
         assert [step for step, _ in scalars["split"][tag]] == [step for step, _ in values]
         assert [v for _, v in scalars["split"][tag]] == pytest.approx([v for _, v in values], rel=1e-6)
     assert {tag for tag in scalars["split"] if not tag.startswith("padmin/")} == set(scalars["stock"])
-
-
-# The callback's own metrics
-
-# Counted by hand. Ten rows of LENGTHS, 24 wide: micro-batches of 24, 20, 2 x 12, 4 x 6 and 2 x 3 slots.
-LARGE = {"real": 97, "loss": 87, "before": 240, "slots": 98, "micro": 5, "longest": 24}
-# Three rows of 8, 4 and 4 tokens, 10 wide: micro-batches of 8 and 2 x 4 slots.
-SMALL = {"real": 16, "loss": 13, "before": 30, "slots": 16, "micro": 2, "longest": 8}
-BATCHES = [LARGE, SMALL, LARGE, SMALL, LARGE]
-
-
-def expected(first: int, last: int, prefix: str = "padmin/") -> Row:
-    """Of batches first ... last."""
-    some = BATCHES[first : last + 1]
-    total = {name: sum(batch[name] for batch in some) for name in LARGE}
-    values = {
-        "waste": 1 - total["real"] / total["slots"],
-        "waste_before": 1 - total["real"] / total["before"],
-        "real_tokens": total["real"],
-        "loss_tokens": total["loss"],
-        "slots": total["slots"],
-        "micro_batches": total["micro"],
-        "longest_row": max(batch["longest"] for batch in some),
-        "dummies": 0,
-        "over_budget_rows": 0,
-        "idle": 0,
-    }
-    return {prefix + name: value for name, value in values.items()}
-
-
-@pytest.mark.parametrize(
-    ("every", "accumulate", "written"),
-    [
-        (1, 1, [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 4)]),
-        (2, 1, [(1, 0, 1), (3, 2, 3), (4, 4, 4)]),
-        (50, 1, [(4, 0, 4)]),
-        (1, 2, [(0, 0, 1), (1, 2, 3), (2, 4, 4)]),
-        (2, 2, [(1, 0, 3), (2, 4, 4)]),
-        (1, 50, [(0, 0, 4)]),
-        (0, 1, [(4, 0, 4)]),
-    ],
-)
-def test_metrics(every: int, accumulate: int, written: list[tuple[int, int, int]]) -> None:
-    """At Lightning's own logging steps, over all batches since the last one; the rest at the last step."""
-    memories = [Memory(), Memory()]
-    trainer = fit(
-        Module(),
-        mixed_batches(),
-        padmin(),
-        logger=memories,
-        log_every_n_steps=every,
-        accumulate_grad_batches=accumulate,
-    )
-    for memory in memories:
-        assert memory.of("padmin/") == [(step, pytest.approx(expected(a, b))) for step, a, b in written]
-    final = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("padmin/")}
-    assert final == pytest.approx(expected(*written[-1][1:]))
-    stepped = [step for step, row in memories[0].of("") if any(name.endswith("_step") for name in row)]
-    assert [step for step, *_ in written][: len(stepped)] == stepped, "not at Lightning's own steps"
-    assert trainer.progress_bar_metrics == {}
-
-
-def test_the_prefix_is_an_option() -> None:
-    memory = fitted(Module(), mixed_batches(), padmin(log_prefix="tokens."), log_every_n_steps=50)
-    assert (4, pytest.approx(expected(0, 4, "tokens."))) in memory.rows
-
-
-def test_a_row_over_the_budget_is_counted() -> None:
-    with pytest.warns(UserWarning, match="1 of 10 rows exceed token_budget=22"):
-        memory = fitted(Module(), [make_batch(LENGTHS)], padmin(token_budget=22))
-    ((_, row),) = memory.of("padmin/")
-    assert row["padmin/over_budget_rows"] == 1
-    assert row["padmin/longest_row"] == 24 > BUDGET - 2
-
-
-def test_a_monitor_may_use_the_metrics(tmp_path: Path) -> None:
-    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, monitor="padmin/slots", mode="min", every_n_train_steps=1)
-    fit(Module(), mixed_batches(), padmin(), checkpoint, enable_checkpointing=True, log_every_n_steps=1)
-    assert float(checkpoint.best_model_score) == 16.0
-
-
-def test_the_progress_bar_is_not_touched() -> None:
-    bars = []
-    for callbacks in ([padmin()], []):
-        trainer = fit(Talkative(), ragged_batches(2), *callbacks, log_every_n_steps=1)
-        bars.append({name: float(value) for name, value in trainer.progress_bar_metrics.items()})
-    assert bars[0] == pytest.approx(bars[1], rel=1e-12)
-    assert set(bars[0]) == {"loss", "loss_step", "loss_epoch"} & set(bars[0])
-
-
-def test_batches_that_are_skipped_are_not_counted() -> None:
-    """The loader gives None, or a hook ends the epoch: no row of zeros is written."""
-
-    class Ends(Module):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 2 else None
-
-    callback = padmin()
-    memory = fitted(Ends(), mixed_batches(), callback)
-    assert [step for step, _ in memory.of("padmin/")] == [0, 1]
-    assert callback.stats.batches == 2
-    with_none = fitted(Module(), [None, *mixed_batches()[:2]], padmin())
-    assert [row for _, row in with_none.of("padmin/")] == [expected(0, 0), expected(1, 1)]
-
-
-def test_counters_of_the_callback() -> None:
-    callback = padmin()
-    fit(Module(), mixed_batches(), callback, max_epochs=2)
-    stats = callback.stats
-    assert (stats.batches, stats.rows, stats.micro_batches) == (10, 72, 38)
-    assert (stats.real_tokens, stats.loss_tokens) == (646, 574)
-    assert (stats.slots_before, stats.slots) == (1560, 652)

@@ -1,11 +1,8 @@
-"""What runs how often: hooks, schedulers, the batches `training_step` gets, what it returns, and what stays alive."""
+"""What runs how often: hooks, schedulers, the batches `training_step` gets, and what it returns."""
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +13,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import LENGTHS, Module, fit, fit_pair, make_batch, padmin, ragged_batches, relative
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import BatchEncoding
-
-from lightning_padmin import PadMinCallback, PadMinWarning
 
 EACH_MICRO_BATCH = ("training_step", "on_before_backward", "on_after_backward")
 
@@ -293,154 +287,3 @@ def test_a_part_of_a_batch_cannot_be_skipped(which: int) -> None:
     with pytest.raises(MisconfigurationException, match="returned None for 1 of 5 micro-batches of one batch"):
         fit(module, ragged_batches(2), callback)
     assert torch.equal(support.flat_parameters(module), before)
-
-
-# Batches without loss tokens
-
-
-class Masked(Module):
-    """A mean over tokens whose gradient, like the loss, is 0/0 where there are none."""
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self.model(batch["input_ids"])[:, :-1]
-        targets, valid = batch["labels"][:, 1:], batch["labels"][:, 1:] != -100
-        losses = -logits.log_softmax(-1).gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0] * valid
-        if self.how == "token-mean":
-            return losses.sum() / valid.sum()
-        return (losses.sum(1) / valid.sum(1)).mean() if self.how == "row-mean" else losses.sum()
-
-
-def without_loss(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return batch | {"labels": torch.full_like(batch["labels"], -100)}
-
-
-@pytest.mark.parametrize("how", ["token-mean", "row-mean", "sum"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_batch_without_labels_moves_nothing(how: str, accumulate: int) -> None:
-    first, second, third, fourth = ragged_batches(4)
-    module, plain = Masked(how), Masked(how)
-    batches = [first, without_loss(second), third, without_loss(fourth)]
-    with pytest.warns(PadMinWarning) as caught:
-        fit(module, batches, padmin(loss_reduction=how), accumulate_grad_batches=accumulate)
-    told = [str(warning.message) for warning in caught if warning.category is PadMinWarning]
-    assert told == ["a batch has no loss tokens at all: its loss is 0 and it moves nothing"]
-    fit(plain, [first, third])
-    assert support.flat_parameters(module).isfinite().all()
-    if accumulate == 1:
-        zeros = torch.zeros_like(module.gradients[0])
-        assert torch.equal(module.gradients[1], zeros)
-        assert torch.equal(module.gradients[3], zeros)
-        assert [float(loss) for loss in module.losses][1::2] == [0.0, 0.0]
-        assert relative(support.flat_parameters(module), support.flat_parameters(plain)) <= 1e-12
-    else:
-        assert relative(module.gradients[0], plain.gradients[0] / 2) <= 1e-12
-
-
-def test_without_us_such_a_batch_ruins_the_parameters() -> None:
-    first, second, third = ragged_batches(3)
-    module = Masked()
-    fit(module, [first, without_loss(second), third])
-    assert support.flat_parameters(module.model.head).isnan().all()
-
-
-def test_rows_without_labels_ride_along() -> None:
-    """None of them makes up a micro-batch of its own, whose mean would be 0/0."""
-    batches = [make_batch(LENGTHS, seed=seed, without_loss=(3, 4, 8)) for seed in range(2)]
-    pair = fit_pair(Masked, batches)
-    assert pair.gradient <= 1e-12
-    assert all(loss.isfinite() for loss in pair.split.losses)
-
-
-@pytest.mark.usefixtures("equal_weights")
-def test_rows_without_labels_would_count_if_weights_were_equal() -> None:
-    batches = [make_batch(LENGTHS, seed=seed, without_loss=(3, 4, 8)) for seed in range(2)]
-    assert fit_pair(Masked, batches).gradient > 0.1
-
-
-# Memory
-
-
-class Live:
-    """Bytes that autograd keeps for the backward pass."""
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        class Saved:
-            def __init__(self, tensor: Tensor) -> None:
-                self.tensor = tensor.detach()  # an output that saves itself would be a cycle
-
-        def pack(tensor: Tensor) -> Saved:
-            saved, size = Saved(tensor), tensor.nbytes
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(saved, self._freed, size)
-            return saved
-
-        with saved_tensors_hooks(pack, lambda saved: saved.tensor):
-            yield
-
-    def _freed(self, size: int) -> None:
-        self.now -= size
-
-
-def peak(batches: Any, *callbacks: pl.Callback, output: Any = None) -> int:
-    live = Live()
-
-    class Measured(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            with live.watch():
-                return super().training_step(batch, batch_idx)
-
-    fit(Measured(output=output), batches, *callbacks)
-    assert live.now == 0
-    return live.peak
-
-
-@pytest.mark.parametrize("output", [None, lambda batch, loss: {"loss": loss, "per_row": loss.exp().expand(1)}])
-def test_one_micro_batch_is_alive_at_a_time(output: Any) -> None:
-    lengths = [64] * 4 + [32] * 16
-    whole = peak([make_batch(lengths)], output=output)
-    split = peak([make_batch(lengths)], padmin(token_budget=128), output=output)
-    largest = peak([make_batch([64, 64])], output=output)
-    assert split <= 1.05 * largest
-    assert whole > 4 * largest
-
-
-def test_an_output_that_was_not_part_of_the_loss_is_not_kept_alive() -> None:
-    """Its graph is never freed by a backward pass."""
-    lengths = [16] * 8
-
-    def output(batch: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
-        weight = torch.ones(batch["labels"].shape[0], 50_000, requires_grad=True)
-        return {"loss": loss, "extra": (weight * 2.0 * weight).exp().sum(1)}
-
-    split = peak([make_batch(lengths)], padmin(token_budget=32), output=output)
-    largest = peak([make_batch([16, 16])], output=output)
-    assert split <= 1.05 * largest
-
-
-def test_state_of_the_callback_between_batches() -> None:
-    """Nothing of a batch is kept."""
-    held: list[weakref.ref[Tensor]] = []
-
-    class Once(torch.utils.data.IterableDataset):
-        def __iter__(self) -> Iterator[Any]:
-            for seed in range(4):
-                batch = make_batch(LENGTHS, seed=seed)
-                held.append(weakref.ref(batch["labels"]))
-                yield batch
-
-    class Watching(pl.Callback):
-        def on_train_batch_start(self, *arguments: Any) -> None:
-            alive.append(sum(ref() is not None for ref in held))
-
-    alive: list[int] = []
-    trainer = support.quiet_trainer(padmin(), Watching())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(Module(), torch.utils.data.DataLoader(Once(), batch_size=None))
-    assert isinstance(trainer.callbacks[0], PadMinCallback)
-    assert max(alive) <= 2  # the batch itself, and the one that is fetched ahead
