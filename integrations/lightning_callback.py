@@ -86,6 +86,8 @@ class PadMinCallback(pl.Callback):
         enabled: bool = True,
         config: PadMinConfig | None = None,
     ) -> None:
+        if isinstance(token_budget, PadMinConfig):
+            raise ConfigError("PadMinCallback got a PadMinConfig as token_budget: pass it as config=")
         given = {name: value for name, value in locals().items() if name in option_names()}
         given["batch_schema"] = {} if batch_schema is None else batch_schema
         given["log_reduce"] = {} if log_reduce is None else log_reduce

@@ -21,13 +21,15 @@ class LogRecorder:
 
     Each call of `self.log` in `training_step` is kept, and replayed once at the end with the merged value, so that
     Lightning sees one call per batch as without splitting: `reduce_fx` mean -> the mean over micro-batches weighted
-    as the loss is, sum -> sum, max and min likewise, an explicit `batch_size` -> sum. A value that equals the loss is
+    as the loss is (`log_reduce` names other ways), sum -> sum, max and min likewise, an explicit `batch_size` -> sum. A
+    value that equals the loss is
     merged exactly as the loss. Values logged by other hooks, which may fire once per micro-batch, and torchmetrics
     objects, which accumulate by themselves, are replayed as they were last.
     """
 
     def __init__(self, micro_batches: MicroBatches, log_reduce: Mapping[str, str], accumulate: int) -> None:
         self._shares, self._weights = micro_batches.shares, micro_batches.weights
+        self._rows = np.array([len(slots) for slots in micro_batches.slot_maps], dtype=np.float64)
         self._real = len(micro_batches.plan)
         self._log_reduce, self._accumulate = log_reduce, accumulate
         self._calls: dict[tuple[str, str, int], list[tuple[int, Any, dict[str, Any]]]] = {}
@@ -74,7 +76,9 @@ class LogRecorder:
         if how in _REDUCTIONS:
             return _REDUCTIONS[how](values, 0)
         micro = [index for index, _, _ in entries]
-        if self._weights is not self._shares and all(self._is_loss(index, value) for index, value, _ in entries):
+        if how == "row-mean":
+            factors = self._rows[micro] / self._rows[micro].sum()
+        elif self._weights is not self._shares and all(self._is_loss(index, value) for index, value, _ in entries):
             factors = self._weights[micro]
         else:
             factors = self._shares[micro]

@@ -19,7 +19,7 @@ from lightning_padmin.fields import Field, parse_field
 T = TypeVar("T")
 RowWeight: TypeAlias = Callable[[Any], torch.Tensor]
 LossReduction: TypeAlias = Literal["token-mean", "row-mean", "sequence-mean", "sum"]
-LogReduction: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
+LogReduction: TypeAlias = Literal["mean", "row-mean", "sum", "max", "min", "last"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "loss_reduction": ("token-mean", "row-mean", "sum"),
@@ -27,7 +27,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "method": ("optimal", "greedy"),
 }
 _ALIASES = {"sequence-mean": "row-mean"}
-_LOG_REDUCTIONS = ("mean", "sum", "max", "min", "last")
+_LOG_REDUCTIONS = ("mean", "row-mean", "sum", "max", "min", "last")
 # name -> (smallest value, may be None)
 _INTEGERS: dict[str, tuple[int | None, bool]] = {
     "token_budget": (1, True),
@@ -126,7 +126,9 @@ class PadMinConfig:
     method: Literal["optimal", "greedy"] = _option("optimal", "optimal, or greedy (fill and cut) to compare with.")
     log_prefix: str = _option("padmin/", "Put before the name of every metric of this library.")
     log_reduce: Mapping[str, LogReduction] = _option(
-        {}, "How values logged with a mean merge over micro-batches when not as the loss does, e.g. {'rows': 'sum'}."
+        {},
+        "How a logged value merges over micro-batches when not as the loss does, by name: {'accuracy': 'row-mean'} for "
+        "a mean over rows, {'rows': 'sum'} for a count.",
     )
 
     def __post_init__(self) -> None:
@@ -174,6 +176,19 @@ class PadMinConfig:
     def fields(self) -> Mapping[str, Field]:
         """`batch_schema` with every value parsed."""
         return cast("Mapping[str, Field]", self.batch_schema)
+
+
+def as_config(config: object) -> PadMinConfig:
+    """The configuration, or the default one for None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if config is None:
+        return PadMinConfig()
+    if not isinstance(config, PadMinConfig):
+        raise ConfigError(f"config={config!r}: expected a PadMinConfig, as in PadMinConfig(token_budget=8192)")
+    return config
 
 
 def option_names() -> tuple[str, ...]:

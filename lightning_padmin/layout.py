@@ -153,6 +153,10 @@ class SlotMap:
             BatchError: the output has other rows than the micro-batch, or positions that it has no slots for.
         """
         start, length, width, source = self._axis(axis)
+        if not isinstance(tensor, Tensor):
+            raise BatchError(
+                f"restore takes one tensor (rows, positions, ...), not {type(tensor).__name__}: pass .logits"
+            )
         if tensor.ndim < 2 or len(tensor) != len(self) or not 0 <= first_column <= width - tensor.shape[1]:
             raise BatchError(
                 f"an output of shape {tuple(tensor.shape)} with first_column={first_column} does not fit a micro-batch "

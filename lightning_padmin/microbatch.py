@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_padmin.config import PadMinConfig
+from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
 from lightning_padmin.errors import PadMinError, PadMinWarning
 from lightning_padmin.fields import AXES, Axis, Schema
@@ -56,7 +56,7 @@ class MicroBatcher:
         *,
         encoder_decoder: bool = False,
     ) -> None:
-        self.config, self.encoder_decoder = config, encoder_decoder
+        self.config, self.encoder_decoder = as_config(config), encoder_decoder
         self._declared, self._last_schema = schema, schema
         self._exchange = exchange or exchange_alone
         self._said: set[str] = set()
@@ -223,7 +223,7 @@ def iter_micro_batches(batch: Any, config: PadMinConfig | None = None) -> Iterat
     Raises:
         PadMinError: before the first micro-batch, for a batch that cannot be planned.
     """
-    return iter(MicroBatcher(config or PadMinConfig()).prepare(batch))
+    return iter(MicroBatcher(as_config(config)).prepare(batch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +255,7 @@ def compact(batch: Any, config: PadMinConfig | None = None) -> CompactBatch:
     Raises:
         PadMinError: the batch's layout is ambiguous or its values are malformed.
     """
-    config = replace(config or PadMinConfig(), loss_reduction="row-mean")
+    config = replace(as_config(config), loss_reduction="row-mean")
     schema, table = MicroBatcher(config).read(batch)
     limits = None if schema.can_widen else schema.widths
     slots = pad_layout(table, np.arange(len(table)), config.pad_to_multiple_of, limits)

@@ -263,7 +263,8 @@ def _validate(
     if loss_reduction == "token-mean" and schema.labels is None and schema.loss_mask is None:
         raise BatchError(
             "loss_reduction='token-mean' counts loss tokens, but the batch has no labels: name their entry in "
-            "labels_key (or loss_mask_key), or set loss_reduction to 'row-mean', 'sum' or a function batch -> weights"
+            f"labels_key; if every attended token carries loss, set loss_mask_key={schema.mask!r}. Change loss_reduction "
+            "only if the loss is reduced that way ('row-mean', 'sum', or a function batch -> row weights)"
         )
     if "weight" in table and not (np.isfinite(table["weight"]).all() and (table["weight"] >= 0).all()):
         raise BatchError(

@@ -161,6 +161,8 @@ class _Inference:
             countable = isinstance(self.leaves[path], torch.Tensor) and self.declared[path].kind in ("row", "position")
             return path if countable else None  # declared as something else: class names, say
         path = self.role("labels_key", key)
+        if path is None and key != "labels" and key not in self.leaves:
+            raise SchemaError(f"labels_key={key!r}: the batch has no such entry (it has {', '.join(self.leaves)})")
         if path is not None and self.leaves[path].ndim == 2 and self.leaves[path].is_floating_point():
             raise SchemaError(
                 f"labels_key={key!r}: {path!r} is floating point of shape {tuple(self.leaves[path].shape)}. Declare "
@@ -262,9 +264,9 @@ class _Inference:
         """A tensor that is known neither by name nor by declaration: rows, unless it might follow the width."""
         shape = tuple(leaf.shape)
         declare = (
-            f"batch_schema={{{path!r}: Field('position', position_dims=...)}} if it runs along the sequence, 'row' if "
-            f"it does not, or static_keys=[{path!r}] if all rows share it; if it selects loss tokens, "
-            f"loss_mask_key={path!r}"
+            f"batch_schema={{{path!r}: 'position'}} if it runs along the sequence, 'row' if "
+            f"it does not, Field('unit', counts=...) if rows have several slices of it (images), or "
+            f"static_keys=[{path!r}] if all rows share it; if it selects loss tokens, loss_mask_key={path!r}"
         )
         if shape[0] != self.rows:
             raise SchemaError(f"{path!r} has shape {shape} but the batch has {self.rows} rows. Declare {declare}")

@@ -33,7 +33,7 @@ _Solver: TypeAlias = Callable[[Ints, Bools, Limits], list[int]]
 
 
 def arrange(lengths: Ints, rounded: Ints, carrier: Bools, limits: Limits, solve: _Solver) -> list[Ints]:
-    """Groups of row indices: runs of the sorted order or, if better, of a second order in which riders are served.
+    """Groups of row indices: runs of the sorted order or, if better, of another order in which riders are served.
 
     Made for carriers (the rows that are no riders) and for riders apart, the swaps of the module's argument lead to
     groups that are sorted runs, or riders with the longest carrier left. So a first pass lets riders borrow a carrier,
@@ -41,10 +41,13 @@ def arrange(lengths: Ints, rounded: Ints, carrier: Bools, limits: Limits, solve:
     would be one group as far as the first row with loss, way over the budget.
     """
     orders = [sorted_rows(lengths, rounded)]
+    if not carrier.all():
+        # Rows of one rounded length are alike but for this, so where riders stand among them is free to choose.
+        orders += [_sorted_by(rounded), _sorted_by(rounded, _mixed(rounded, carrier))]
     # Every group has a carrier, so none is narrower than the least: lifting riders to it changes no area.
     rounded = np.maximum(rounded, rounded[carrier].min(axis=0))
-    if not carrier.all():
-        wish = _split(orders[0], optimal_sizes(_rows_of(rounded, orders[0]), carrier[orders[0]], limits, lend=True))
+    for order in (orders[0], orders[-1]) if len(orders) > 1 else ():
+        wish = _split(order, optimal_sizes(_rows_of(rounded, order), carrier[order], limits, lend=True))
         if not all(carrier[piece].any() for piece in wish):
             orders.append(_lend(wish, carrier))
     tried: list[tuple[int, int, int, list[Ints]]] = []
@@ -195,4 +198,21 @@ def _split(order: Ints, sizes: Sequence[int]) -> list[Ints]:
 
 def sorted_rows(lengths: Ints, rounded: Ints) -> Ints:
     """(B,) row indices, longest first: by rounded length, equal shapes together, then by length, then by index."""
-    return np.lexsort((-lengths.sum(axis=1), -rounded[:, 0], -rounded.sum(axis=1)))
+    return _sorted_by(rounded, -lengths.sum(axis=1))
+
+
+def _sorted_by(rounded: Ints, ties: NDArray[Any] | None = None) -> Ints:
+    """(B,) row indices by rounded length, equal shapes together, among them by `ties` (B,), then by index."""
+    return np.lexsort((np.zeros(len(rounded)) if ties is None else ties, -rounded[:, 0], -rounded.sum(axis=1)))
+
+
+def _mixed(rounded: Ints, carrier: Bools) -> NDArray[np.float64]:
+    """(B,) sort keys that spread the riders of one rounded length evenly among its carriers."""
+    _, shape = np.unique(rounded, axis=0, return_inverse=True)
+    kind = 2 * shape.ravel() + carrier
+    order = np.argsort(kind, kind="stable")
+    sizes = np.bincount(kind)
+    first = np.cumsum(sizes) - sizes
+    place = np.empty(len(kind))
+    place[order] = np.arange(len(kind)) - first[kind[order]]
+    return (place + 0.5) / sizes[kind]

@@ -29,7 +29,7 @@ from lightning_padmin import (
     iter_micro_batches,
     sync_on_last,
 )
-from lightning_padmin.errors import BatchError, SchemaError
+from lightning_padmin.errors import BatchError, ConfigError, SchemaError
 from lightning_padmin.layout import SlotMap
 
 EXACT = 1e-9  # float64, relative to the largest gradient
@@ -612,3 +612,23 @@ def test_forward_and_backward_run_inside_of_the_context(monkeypatch: pytest.Monk
     assert not gathered, "something was gathered while planning"
     list(sync_on_last(micro_batches, no_sync))
     assert len(gathered) == 9
+
+
+@pytest.mark.parametrize("wrong", [96, {"token_budget": 96}])
+@pytest.mark.parametrize(
+    "function", [compact, lambda b, c: list(iter_micro_batches(b, c)), lambda b, c: MicroBatcher(c)]
+)
+def test_what_is_no_config_is_named(function: Any, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="expected a PadMinConfig"):
+        function(support.make_batch([3, 2]), wrong)
+
+
+def test_restoring_a_whole_output_object_names_the_fix() -> None:
+    batch = compact(support.make_batch([3, 2]))
+    with pytest.raises(BatchError, match=r"pass \.logits"):
+        batch.restore({"logits": batch.batch["input_ids"]})  # type: ignore[arg-type]
+
+
+def test_a_named_labels_entry_must_exist() -> None:
+    with pytest.raises(SchemaError, match="labels_key='targets': the batch has no such entry"):
+        MicroBatcher(PadMinConfig(labels_key="targets")).prepare(support.make_batch([3, 2]))

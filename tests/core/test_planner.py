@@ -513,6 +513,19 @@ def test_over_budget_only_when_nothing_else_is_left() -> None:
     assert len(plan) == 2
 
 
+@pytest.mark.parametrize(
+    ("lengths", "riders", "slots"),
+    [
+        ([1, 1, 1, 1, 1, 1, 2, 5, 5], [0, 0, 1, 1, 0, 1, 1, 1, 1], 48),
+        ([1, 1, 1, 1, 1, 5, 1, 1, 2], [0, 0, 0, 0, 0, 1, 0, 0, 1], 44),
+    ],
+)
+def test_riders_among_rows_of_one_rounded_length(lengths: list[int], riders: list[int], slots: int) -> None:
+    options: dict[str, Any] = {"max_rows": 3, "launch_cost": 0, "pad_to_multiple_of": 4}
+    plan = plan_micro_batches(lengths, 24, riders=np.array(riders, bool), **options)  # would warn over the limits
+    assert plan.slots == slots
+
+
 riding = st.integers(2, 9).flatmap(
     lambda n: st.tuples(
         st.lists(short_lengths, min_size=n, max_size=n), st.lists(st.booleans(), min_size=n, max_size=n)

@@ -219,7 +219,9 @@ def test_bad_weights_are_refused(returned: Any, found: str) -> None:
 
 
 def test_token_mean_needs_labels() -> None:
-    with pytest.raises(BatchError, match=r"no labels: name their entry in labels_key \(or loss_mask_key\)"):
+    with pytest.raises(
+        BatchError, match=r"no labels: name their entry in labels_key; if every attended token.*'attention_mask'"
+    ):
         table_of([[1, 1]], loss_reduction="token-mean")
 
 

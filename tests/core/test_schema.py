@@ -175,7 +175,9 @@ def test_an_unknown_tensor_as_wide_as_the_batch_must_be_declared() -> None:
         torch.ones(B, L - 1),
     ):
         shape = str(tuple(unknown.shape)).replace("(", r"\(").replace(")", r"\)")
-        with pytest.raises(SchemaError, match=rf"'advantages' has shape {shape}.*batch_schema={{'advantages': Field"):
+        with pytest.raises(
+            SchemaError, match=rf"'advantages' has shape {shape}.*batch_schema={{'advantages': 'position'}}"
+        ):
             infer_schema(batch_with(advantages=unknown))
         static = infer_schema(batch_with(advantages=unknown), static_keys=["advantages"])
         assert static.fields["advantages"] == Field("static")

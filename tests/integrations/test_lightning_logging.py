@@ -169,15 +169,18 @@ def test_log_reduce() -> None:
             self.log("epoch_rows", float(len(length)), on_step=False, on_epoch=True)
             self.log("width", length.max())
             self.log("token_weighted", length.max())
+            self.log("mean_length", length.mean(), batch_size=len(length))
             return super().training_step(batch, batch_idx)
 
     log_reduce = {"rows": "sum", "longest": "max", "shortest": "min", "epoch_rows": "sum", "width": "last"}
+    log_reduce["mean_length"] = "row-mean"
     split = fitted(Counts(), mixed_batches(), padmin(log_reduce=log_reduce))
     stock = fitted(Counts(), mixed_batches())
     for key in ("rows", "longest", "shortest", "epoch_rows"):
         assert column(split, key) == column(stock, key)
         assert len(column(stock, key)) > 0
     assert column(stock, "rows")[0] == (0, 10.0)
+    assert [v for _, v in column(split, "mean_length")] == pytest.approx([v for _, v in column(stock, "mean_length")])
     assert column(split, "width")[0] == (0, 3.0)
     # By default a value is a mean over loss tokens, as the loss is: 23, 19, 22, 20 and 3 of 87 of them.
     widths = (23 * 24 + 19 * 20 + 22 * 12 + 20 * 6 + 3 * 3) / 87

@@ -16,6 +16,7 @@ from support import Module, loader, ragged_batches
 import lightning_padmin
 from lightning_padmin import Field, PadMinCallback, PadMinConfig
 from lightning_padmin.config import option_names
+from lightning_padmin.errors import ConfigError
 
 PARAMETERS = inspect.signature(PadMinCallback).parameters
 
@@ -192,3 +193,8 @@ def test_a_function_from_a_configuration_file(monkeypatch: pytest.MonkeyPatch) -
     entry = {"class_path": "lightning_padmin.PadMinCallback", "init_args": options}
     made = parser.instantiate_classes(parser.parse_object({"callback": entry})).callback
     assert made.config.loss_reduction is row_weights
+
+
+def test_a_config_in_the_wrong_place_is_named() -> None:
+    with pytest.raises(ConfigError, match="pass it as config="):
+        PadMinCallback(PadMinConfig())  # type: ignore[arg-type]
