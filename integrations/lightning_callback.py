@@ -10,13 +10,17 @@ try:
 except ImportError as error:
     raise ImportError('PadMinCallback needs Lightning: pip install "lightning-padmin[lightning]"') from error
 
+import numpy as np
 import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from numpy.typing import NDArray
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lightning_padmin.config import (
     LogReduction,
@@ -26,7 +30,7 @@ from lightning_padmin.config import (
     option_names,
     refuses_unknown_options,
 )
-from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
+from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone, exchange_at_end
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.integrations import lightning_loop
 from lightning_padmin.microbatch import MicroBatcher, MicroBatches
@@ -129,12 +133,20 @@ class PadMinCallback(pl.Callback):
     ) -> None:
         """Writes the metrics of the batches since the last time, at Lightning's own logging steps."""
         if self.config.enabled and lightning_loop.is_logging_step(trainer):
-            self._log(trainer, lightning_loop.logging_step(trainer))
+            self._log(trainer, lightning_loop.logging_step(trainer), self._exchange(self._since_log.as_counts()))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes what has not been written yet, so that short runs have metrics too."""
         if self.config.enabled and self._since_log.batches:
-            self._log(trainer, lightning_loop.last_step(trainer))
+            gather = exchange_at_end if trainer.world_size > 1 else exchange_alone
+            counts = gather(self._since_log.as_counts())
+            if counts is None:
+                rank_zero_warn(
+                    "not all ranks came to the end of training together, so the padding metrics since the last logging "
+                    "step are left out: give every rank as many batches (use a DistributedSampler, or drop_last)"
+                )
+            else:
+                self._log(trainer, lightning_loop.last_step(trainer), counts)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the Trainer as it was."""
@@ -173,9 +185,9 @@ class PadMinCallback(pl.Callback):
     def _progress(self, index: int, count: int) -> None:
         self.micro_index, self.micro_count = index, count
 
-    def _log(self, trainer: pl.Trainer, step: int) -> None:
-        """Merges the counts over ranks (all of them come here at the same step), then takes the ratios."""
-        merged = PaddingStats.merge_ranks(self._exchange(self._since_log.as_counts()))
+    def _log(self, trainer: pl.Trainer, step: int, counts: NDArray[np.int64]) -> None:
+        """Merges the (world, n) counts of all ranks, then takes the ratios."""
+        merged = PaddingStats.merge_ranks(counts)
         self._since_log = PaddingStats()
         if not merged.batches:  # the loader gave None, or a hook skipped them
             return
@@ -239,12 +251,14 @@ def _refuse_combined_loaders(trainer: pl.Trainer) -> None:
 
 def _refuse_batch_norm(module: nn.Module) -> None:
     for name, child in module.named_modules():
-        if isinstance(child, _BatchNorm) and (child.training or child.running_mean is None):
+        batch_norm = isinstance(child, _BatchNorm) and (child.training or child.running_mean is None)
+        counting = isinstance(child, _NormBase) and child.training and child.track_running_stats
+        if batch_norm or counting or (isinstance(child, _SpectralNorm) and child.training):
             mode = "in training mode" if child.training else "without running statistics"
             raise MisconfigurationException(
-                f"{name} is a {type(child).__name__} {mode}: what it does depends on which rows run together, so a "
-                "split batch trains something else. Put it in eval mode with running statistics, replace it "
-                "(LayerNorm), or use PadMinCallback(enabled=False)"
+                f"{name} is a {type(child).__name__} {mode}: what it does depends on which rows run together, or how "
+                "often it runs, so a split batch trains something else. Put it in eval mode (with running statistics), "
+                "replace it (LayerNorm), or use PadMinCallback(enabled=False)"
             )
 
 

@@ -7,7 +7,9 @@ and backward passes, or all raise.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +22,7 @@ from lightning_padmin.errors import BatchError, ConfigError, PeerError, PlanErro
 Exchange: TypeAlias = Callable[[Sequence[int]], NDArray[np.int64]]
 """Takes this rank's integers, returns those of all ranks: (world, n), row r from rank r."""
 
+_ends = itertools.count()
 _REASONS = {kind.code: kind.__name__ for kind in (ConfigError, SchemaError, BatchError, PlanError)}
 
 
@@ -50,6 +53,35 @@ def _collective_device(group: Any) -> torch.device:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)  # the current one of the type
+
+
+def exchange_at_end(values: Sequence[int], timeout: float = 10.0) -> NDArray[np.int64] | None:
+    """The exchange for the end of a training, which some ranks may reach while others still have batches.
+
+    A collective would then meet another one, and all ranks would wait for the timeout of the process group, half an
+    hour by default. So the integers go through the key-value store of the process group, and nobody waits longer than
+    `timeout` seconds.
+
+    Returns:
+        (world, n) as `exchange_all` does, or None if not all ranks came here in time.
+    """
+    world = world_size()
+    if world == 1:
+        return exchange_alone(values)
+    end = next(_ends)  # the same on every rank
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"padmin/end{end}/{rank}" for rank in range(world)]
+    read = [f"{key}/read" for key in keys]
+    wait = timedelta(seconds=timeout)
+    try:
+        store.set(keys[dist.get_rank()], ",".join(map(str, values)))
+        store.wait(keys, wait)
+        table = [[int(value) for value in store.get(key).decode().split(",")] for key in keys]
+        store.set(read[dist.get_rank()], "")
+        store.wait(read, wait)  # the rank that holds the store must not leave before
+    except RuntimeError:  # DistStoreError, DistNetworkError
+        return None
+    return np.array(table, dtype=np.int64)
 
 
 def raise_together(error: Exception | None, codes: NDArray[np.int64]) -> None:

@@ -156,7 +156,7 @@ class _Span:
 def _decoder_span(leaves: Mapping[str, Any], schema: Schema, ignore_index: int) -> _Span:
     if schema.decoder_mask is not None:
         return _Span.of(leaves[schema.decoder_mask])
-    return _Span.until_last(leaves[str(schema.labels)] != ignore_index)
+    return _Span.until_last(_carries(leaves[str(schema.labels)], ignore_index))
 
 
 def _other_masks_outside(leaves: Mapping[str, Any], schema: Schema, span: _Span) -> Tensor:
@@ -182,17 +182,17 @@ def _loss_columns(
     columns = dict.fromkeys(names, torch.zeros_like(span.start))
     labels = leaves[schema.labels] if schema.labels is not None else None
     loss_mask = leaves[schema.loss_mask] if schema.loss_mask is not None else None
-    if labels is not None and schema.fields[str(schema.labels)].kind == "row":  # classification: one target per row
+    if labels is not None and schema.fields[str(schema.labels)].kind == "row":  # classification: targets per row
         if loss_mask is None:
             by_row = labels.movedim(schema.fields[str(schema.labels)].row_dim, 0).reshape(schema.rows, -1)
-            columns["loss_tokens"] = columns["loss_weight"] = (by_row != ignore_index).any(dim=1)
+            columns["loss_tokens"] = columns["loss_weight"] = _carries(by_row, ignore_index).sum(dim=1)
             return columns
         labels = None
     if labels is None and loss_mask is None:
         return columns
     selected = torch.ones_like(span.inside)
     if labels is not None:
-        selected = labels != ignore_index
+        selected = _carries(labels, ignore_index)
         columns["labels_outside"] = (selected & ~span.inside).sum(dim=1)
     if loss_mask is not None:
         columns["loss_mask_outside"] = ((loss_mask != 0) & ~span.inside).sum(dim=1)
@@ -207,6 +207,11 @@ def _loss_columns(
     # A target in the first column of the batch was never trained; one behind leading pads was, from a pad.
     columns["lost"] = (selected & span.inside & early & (column >= shift)).sum(dim=1)
     return columns
+
+
+def _carries(labels: Tensor, ignore_index: int) -> Tensor:
+    """Which labels carry loss; an unsigned one must not wrap around to the index."""
+    return (labels if labels.is_floating_point() else labels.long()) != ignore_index
 
 
 def _user_weight(function: Callable[[Any], Tensor], batch: Any, rows: int) -> Tensor:
@@ -260,11 +265,17 @@ def _validate(
     if table["loss_mask_malformed"].any():
         row = _first(table["loss_mask_malformed"])
         raise BatchError(f"{schema.loss_mask!r} has values that are negative or not finite (row {row})")
+    divisor = next((path for path in schema.fields if last_part(path) == "num_items_in_batch"), None)
+    if divisor is not None and loss_reduction != "sum":
+        raise BatchError(
+            f"the batch brings its own divisor {divisor!r}, so its loss is a sum over that number: set "
+            "loss_reduction='sum'"
+        )
     if loss_reduction == "token-mean" and schema.labels is None and schema.loss_mask is None:
         raise BatchError(
             "loss_reduction='token-mean' counts loss tokens, but the batch has no labels: name their entry in "
-            f"labels_key; if every attended token carries loss, set loss_mask_key={schema.mask!r}. Change loss_reduction "
-            "only if the loss is reduced that way ('row-mean', 'sum', or a function batch -> row weights)"
+            f"labels_key; if every attended token carries loss, set loss_mask_key={schema.mask!r}. Change "
+            "loss_reduction only if the loss is reduced that way ('row-mean', 'sum' or a function batch -> weights)"
         )
     if "weight" in table and not (np.isfinite(table["weight"]).all() and (table["weight"] >= 0).all()):
         raise BatchError(

@@ -31,6 +31,11 @@ _INPUT: dict[str, Fill] = {
     "special_tokens_mask": 1,
     "position_ids": "continue",
 }
+_MASK_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+_IMAGES = ("image_grid_thw", "video_grid_thw", "image_sizes", "spatial_shapes", "pixel_attention_mask")
 _DECODER: dict[str, Fill] = {
     "decoder_input_ids": None,
     "decoder_inputs_embeds": 0,
@@ -144,6 +149,8 @@ class _Inference:
                 "that holds it"
             )
         mask = self.leaves[path]
+        if mask.dtype not in _MASK_DTYPES:
+            raise SchemaError(f"mask_key={key!r}: {path!r} is {mask.dtype}, expected bool, integers or floating point")
         if mask.ndim != 2:
             raise SchemaError(
                 f"mask_key={key!r}: {path!r} has shape {tuple(mask.shape)}, expected (rows, width), nonzero on real "
@@ -270,12 +277,19 @@ class _Inference:
         )
         if shape[0] != self.rows:
             raise SchemaError(f"{path!r} has shape {shape} but the batch has {self.rows} rows. Declare {declare}")
+        if last_part(path).startswith("pixel_values") or last_part(path) in _IMAGES:
+            raise SchemaError(
+                f"{path!r} has shape {shape}: images belong to rows in some number, which sizes cannot tell. Declare "
+                f"batch_schema={{{path!r}: 'row'}} if every row has one, else Field('unit', counts=...)"
+            )
         widths = [width for width in (self.width, self.decoder_width) if width is not None]
-        follows = any(size in widths for size in shape[1:])
-        follows |= len(shape) == 2 and shape[1] + 1 in widths  # log-probabilities of the next token
+        # As many rows as columns: a vector of positions looks like one of rows, a table like a batch.
+        follows = self.rows in widths or any(size in widths for size in shape[1:])
+        # Off by one: values of the next token, or ids before they are shifted.
+        follows |= len(shape) == 2 and not {shape[1] - 1, shape[1] + 1}.isdisjoint(widths)
         if follows and len(self.row_shapes.get(path, shape)) != len(shape) - 1:
             raise SchemaError(
-                f"{path!r} has shape {shape}, one of whose dimensions is as wide as the batch, or one less. Declare "
+                f"{path!r} has shape {shape}, one of whose dimensions is as wide as the batch, or off by one. Declare "
                 f"{declare}"
             )
         self.row_shapes[path] = shape[1:]

@@ -92,7 +92,8 @@ def gradient_of_rows_alone(model: nn.Module, batch: Batch, how: str) -> Tensor:
 
 
 def config_of(how: str, **options: Any) -> PadMinConfig:
-    return PadMinConfig(loss_reduction=(lambda batch: batch["u"]) if how == "function" else how, **options)
+    reduction = (lambda batch: batch["u"]) if how == "function" else how
+    return PadMinConfig(loss_reduction=reduction, batch_schema={"u": "row"}, **options)
 
 
 @pytest.mark.parametrize("how", ["token-mean", "row-mean", "sum", "function"])
@@ -114,7 +115,7 @@ def test_weighted_gradients_sum_to_those_of_the_whole_batch(how: str, kind: type
             micro_batches = MicroBatcher(config).prepare(batch)
         splits.append(len(micro_batches))
         split = gradient(model, [tuple(micro) for micro in micro_batches], how)
-        whole = gradient(model, [(compact(batch).batch, 1.0)], how)
+        whole = gradient(model, [(compact(batch, config_of(how)).batch, 1.0)], how)
         alone = gradient_of_rows_alone(model, batch, how)
         scale = alone.abs().max()
         assert torch.isfinite(split).all()

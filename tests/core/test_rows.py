@@ -124,7 +124,7 @@ def test_one_label_per_row(labels: Any) -> None:
 def test_several_labels_per_row() -> None:
     scores = torch.tensor([[0.0, 1.0, 0.0], [-100, -100, -100], [1, -100, 0]])
     table = table_of([[1, 1, 1], [1, 1, 0], [0, 1, 1]], scores, declared={"labels": Field("row")})
-    assert table.loss_tokens.tolist() == [1, 0, 1]
+    assert table.loss_tokens.tolist() == table.weight.tolist() == [3, 0, 2]
 
 
 def test_a_loss_mask_selects_and_weighs() -> None:
@@ -296,3 +296,11 @@ def test_counts_of_a_small_batch() -> None:
     batch["labels"][1, 1:3] = -100
     table = measure(batch, infer_schema(batch))
     assert (table.real_tokens.sum(), table.loss_tokens.sum(), table.slots) == (8, 4, 16)
+
+
+def test_a_batch_that_brings_its_divisor_must_be_declared_a_sum() -> None:
+    batch = support.make_batch([3, 2]) | {"num_items_in_batch": torch.tensor(3)}
+    schema = infer_schema(batch)
+    with pytest.raises(BatchError, match="set loss_reduction='sum'"):
+        measure(batch, schema)
+    assert measure(batch, schema, loss_reduction="sum").weight.tolist() == [1, 1]

@@ -583,14 +583,15 @@ def test_patches_follow_their_rows() -> None:
     base = support.make_batch([2, 5])
     counted = base | {"num_images": torch.tensor([1, 1]), "image_grid_thw": GRID, "pixel_values": pixels}
     per_row = base | {"image_grid_thw": GRID, "pixel_values": pixels}
-    for batch, schema in ((counted, NUM_IMAGES), (per_row, {"pixel_values": Field("unit", counts="image_grid_thw")})):
+    grids = {"pixel_values": Field("unit", counts="image_grid_thw"), "image_grid_thw": Field("row")}
+    for batch, schema in ((counted, NUM_IMAGES), (per_row, grids)):
         second, first = split(batch, batch_schema=schema)
         assert second["pixel_values"].flatten().tolist() == list(range(4, 20))
         assert second["image_grid_thw"].tolist() == [[1, 4, 4]]
         assert first["pixel_values"].flatten().tolist() == [0, 1, 2, 3]
         assert first["image_grid_thw"].tolist() == [[1, 2, 2]]
-    with pytest.raises(SchemaError, match=r"'pixel_values' has shape \(20, 1\) but the batch has 2 rows"):
-        infer_schema(counted | {"image_grid_thw": GRID})
+    with pytest.raises(SchemaError, match="images belong to rows in some number"):
+        infer_schema(counted)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array", "list"])
@@ -657,3 +658,25 @@ def test_counting_entries_that_cannot_be_are_refused() -> None:
         infer_schema(batch | {"images": torch.tensor(3)}, {"images": Field("unit", counts="n")})
     with pytest.raises(SchemaError, match="'images' is int, expected a tensor"):
         infer_schema(batch | {"images": 3}, {"images": Field("unit", counts="n")})
+
+
+def test_as_many_rows_as_columns_decides_nothing() -> None:
+    """A vector of positions and one of rows look alike; a batch of another width has shown which it is."""
+    square = support.make_batch([3, 2, 1])
+    with pytest.raises(SchemaError, match=r"'cache_position' has shape \(3,\)"):
+        infer_schema(square | {"cache_position": torch.arange(3)})
+    wide = support.make_batch([5, 2, 1]) | {"sample_weight": torch.ones(3)}
+    seen = infer_schema(wide)
+    again = infer_schema(square | {"sample_weight": torch.ones(3)}, previous=seen)
+    assert again.fields["sample_weight"].kind == "row"
+
+
+def test_unshifted_ids_beside_the_mask_must_be_declared() -> None:
+    with pytest.raises(SchemaError, match=r"'tokens' has shape \(3, 6\)"):
+        infer_schema(support.make_batch([5, 2, 1]) | {"tokens": torch.ones(3, 6, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
+def test_masks_of_odd_types_are_named(dtype: torch.dtype) -> None:
+    with pytest.raises(SchemaError, match=f"'attention_mask' is {dtype}"):
+        infer_schema({"attention_mask": torch.ones(2, 3).to(dtype)})

@@ -242,6 +242,17 @@ def variants() -> Any:
     }
 
 
+def flushed() -> Any:
+    """Fewer steps than log_every_n_steps: metrics are written at the end, merged over ranks."""
+    trainer = fit(support.Module(), batches(count=2), callback(), log_every_n_steps=50)
+    return {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("padmin/")}
+
+
+def one_rank_ends_early() -> Any:
+    """Rank 1 has two batches, rank 0 four: nobody may wait for the other's next collective until the timeout."""
+    fit(support.Module(), batches(count=4 - 2 * RANK), callback(), log_every_n_steps=50)
+
+
 def one_rank_fails() -> Any:
     """Rank 1 raises in its second micro-batch. Never returns a result; both processes must end."""
 

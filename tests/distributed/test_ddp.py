@@ -21,6 +21,7 @@ SCENARIOS = [
     "uneven",
     "equal_weights",
     "logged",
+    "flushed",
     "out_of_rows",
     "no_loss_on_one_rank",
     "global_mean",
@@ -124,6 +125,12 @@ def test_logged_values_on_both_ranks_equal_a_hand_count(ranks: Ranks) -> None:
             assert float(row[f"padmin/{name}"]) == pytest.approx(value, rel=1e-9), name
 
 
+def test_metrics_are_merged_at_the_end_too(ranks: Ranks) -> None:
+    assert ranks[0]["flushed"] == ranks[1]["flushed"]
+    assert ranks[0]["flushed"]["padmin/slots"] == 2 * (98 + 14 + 2)
+    assert ranks[0]["flushed"]["padmin/micro_batches"] == 20
+
+
 def test_dummies_keep_ranks_in_step_and_out_of_everything_else(ranks: Ranks) -> None:
     for index, rank in enumerate(ranks):
         result = rank["out_of_rows"]
@@ -176,6 +183,13 @@ def test_variants_of_ddp(ranks: Ranks, variant: str) -> None:
     for rank in ranks:
         assert worst(rank["variants"][variant]) <= 1e-12
         assert len(rank["variants"][variant]["split"]["shapes"]) == 10
+
+
+def test_both_processes_end_when_one_runs_out_of_batches(tmp_path: Path) -> None:
+    (code_0, text_0), _ = finish(start(tmp_path / "result.out", "one_rank_ends_early"), timeout=50)
+    assert code_0 != 0
+    assert "Connection closed by peer" in text_0  # as without the callback
+    assert "not all ranks came to the end" not in text_0
 
 
 def test_both_processes_end_when_one_raises_in_a_micro_batch(tmp_path: Path) -> None:
