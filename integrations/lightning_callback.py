@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from numpy.typing import NDArray
 from torch import nn
@@ -32,6 +32,7 @@ from lightning_padmin.config import (
 )
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone, exchange_at_end
 from lightning_padmin.errors import ConfigError
+from lightning_padmin.guards import inspect_model
 from lightning_padmin.integrations import lightning_loop
 from lightning_padmin.microbatch import MicroBatcher, MicroBatches
 from lightning_padmin.schema import Field
@@ -109,6 +110,7 @@ class PadMinCallback(pl.Callback):
             return
         self._remove()  # in case an earlier fit ended without telling us
         _refuse_unsupported(trainer, pl_module)
+        _heed_architecture(pl_module)
         self._exchange = exchange_all if trainer.world_size > 1 else exchange_alone
         self._batcher = MicroBatcher(
             self.config, exchange=self._exchange, encoder_decoder=_is_encoder_decoder(pl_module)
@@ -238,6 +240,15 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None
         raise MisconfigurationException(
             f"PadMinCallback does not support {type(strategy).__name__} yet: use one device or strategy='ddp'"
         )
+
+
+def _heed_architecture(module: pl.LightningModule) -> None:
+    """Refuses models that cannot be split, tells what rolling corrects. Batch normalization may still be frozen."""
+    for finding in inspect_model(module):
+        if finding.severity == "refuse" and finding.rule != "batch-norm":
+            raise MisconfigurationException(f"{finding.where}: {finding.reason}")
+        if finding.severity != "refuse":
+            rank_zero_info(f"PadMinCallback: {finding.where}: {finding.reason}")
 
 
 def _refuse_combined_loaders(trainer: pl.Trainer) -> None:

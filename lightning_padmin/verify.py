@@ -1,0 +1,307 @@
+"""`verify_equivalence`: the claim of this library, measured on your model, your loss and your batch.
+
+Nothing is trained: dropout is off, and gradients, buffers and random state are put back as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.errors import BatchError, PadMinError
+from lightning_padmin.guards import inspect_model
+from lightning_padmin.microbatch import MicroBatcher, compact
+from lightning_padmin.sequence import MicroBatches
+
+LossFunction = Callable[[Any], Tensor]
+Verdict = Literal["exact", "differs", "note"]
+# max |difference| / max |reference| up to which two computations of one dtype count as the same.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+# Models that take sines of positions in float32 move a row by this much when padding moves it, in float64 too.
+_PADDING_NOISE = 1e-6
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: what was compared with what.
+        difference: max |difference| / max |reference|.
+        tolerance: up to which it counts as none.
+        verdict: `"exact"`, `"differs"` (training would change), or `"note"` (worth knowing; training is as it was).
+        words: the finding as a sentence.
+        worst: for gradients, the parameters that differ most, as (name, difference).
+    """
+
+    name: str
+    difference: float
+    tolerance: float
+    verdict: Verdict
+    words: str
+    worst: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of `verify_equivalence`.
+
+    Attributes:
+        checks: comparisons, in the order in which they were made.
+        findings: what is known of the architecture.
+        micro_batches: how the batch was split: (rows, width) of each.
+        waste_before, waste: padding of the batch as it came, and of the micro-batches.
+    """
+
+    checks: tuple[Check, ...]
+    findings: tuple[str, ...] = ()
+    micro_batches: tuple[tuple[int, int], ...] = ()
+    waste_before: float = 0.0
+    waste: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing that is trained would change."""
+        return all(check.verdict != "differs" for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"is_exact": self.is_exact}
+
+    def __str__(self) -> str:
+        lines = [f"{check.verdict.upper():8} {check.name}: {check.words}" for check in self.checks]
+        for check in self.checks:
+            if check.verdict == "differs" and check.worst:
+                lines.append("         worst parameters: " + ", ".join(f"{n} {d:.1e}" for n, d in check.worst))
+        lines += [f"         {finding}" for finding in self.findings]
+        split = ", ".join(f"{rows} x {width}" for rows, width in self.micro_batches)
+        lines.append(f"Split into {split}; padding {self.waste_before:.0%} -> {self.waste:.0%}.")
+        lines.append("Exact: training does not change." if self.is_exact else "NOT exact: training would change.")
+        return "\n".join(lines)
+
+
+def verify_equivalence(
+    loss_fn: LossFunction,
+    batch: Any,
+    config: PadMinConfig | None = None,
+    *,
+    module: nn.Module,
+    forward: Callable[[Any], Tensor] | None = None,
+    tolerance: float | None = None,
+) -> Report:
+    """Compares training with and without splitting on one batch.
+
+    Args:
+        loss_fn: the loss of a batch, as `training_step` takes it: called with the whole batch and with micro-batches.
+        batch: a batch with rows of different lengths; it is only read.
+        config: the options to be verified.
+        module: the module whose parameters are trained.
+        forward: logits (rows, width, ...) of a batch; with it, every row is also compared with itself alone.
+        tolerance: largest relative difference that counts as none; default by dtype, 1e-9 in float64, 1e-3 in
+            float32, 0.1 in half precision.
+
+    Returns:
+        The report; nothing is raised for a difference.
+
+    Raises:
+        PadMinError: the batch cannot be planned, or is no test: it makes a single micro-batch.
+
+    Checks, all with dropout off:
+        1. each row alone, unpadded, against its rolled, trimmed and regrouped logits (needs `forward`);
+        2. the gradient of the un-split batch, rolled and trimmed, against the weighted sum over micro-batches;
+        3. what the batch as it came makes of each row (needs `forward`): its padding itself may be wrong.
+
+    If the gradients differ, the other ways to reduce a loss are tried, and the one that matches is named.
+    """
+    config = config or PadMinConfig()
+    dtype = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
+    limit = TOLERANCES.get(dtype, 1e-3) if tolerance is None else tolerance
+    with _untouched(module), _NoDropout():
+        batches = _prepare(batch, config)
+        checks = []
+        if forward is not None:
+            alone = _rows_alone(forward, batch, config, batches)
+            checks.append(_regrouped(forward, batches, alone, limit))
+            checks.append(_as_it_came(forward, batch, batches, alone, limit, checks[0].verdict == "exact"))
+        whole = _gradients(module, lambda: loss_fn(compact(batch, config).batch))
+        split = _gradients(module, lambda: _weighted(loss_fn, batches))
+        gradients = _compare_gradients(split, whole, limit)
+        if gradients.verdict == "differs":
+            gradients = _named_cause(gradients, _matching(module, loss_fn, batch, config, whole, limit))
+        checks.append(gradients)
+    findings = tuple(f"{finding.where}: {finding.reason}" for finding in inspect_model(module))
+    stats = batches.stats
+    shapes = tuple((len(slots), sum(slots.widths)) for slots in batches.slot_maps)
+    return Report(tuple(checks), findings, shapes, stats.waste_before, stats.waste)
+
+
+def _prepare(batch: Any, config: PadMinConfig) -> MicroBatches:
+    batches = MicroBatcher(config).prepare(batch)
+    if len(batches) == 1 and len(batches.table) > 1:
+        half = replace(config, token_budget=max(1, int(batches.plan.slots) // 2), launch_cost=0)
+        batches = MicroBatcher(half).prepare(batch)
+    if len(batches) == 1:
+        raise BatchError("the batch makes a single micro-batch, so there is nothing to compare: give at least two rows")
+    return batches
+
+
+def _rows_alone(
+    forward: Callable[[Any], Tensor], batch: Any, config: PadMinConfig, batches: MicroBatches
+) -> list[Tensor]:
+    """Logits (length, ...) of every row by itself, without any padding."""
+    single = MicroBatcher(replace(config, max_rows=1, pad_to_multiple_of=1, launch_cost=0)).prepare(batch)
+    alone: dict[int, Tensor] = {}
+    with torch.no_grad():
+        # Shortest first: embeddings that grow with the longest row seen so far would hide that behind a long one.
+        for micro in reversed(single):
+            row = int(micro.rows[0])
+            alone[row] = forward(micro.batch)[0, : int(batches.table.length[row, -1])].detach()
+    return [alone[row] for row in range(len(batches.table))]
+
+
+def _regrouped(forward: Callable[[Any], Tensor], batches: MicroBatches, alone: list[Tensor], limit: float) -> Check:
+    worst = 0.0
+    with torch.no_grad():
+        for micro in batches:
+            logits = forward(micro.batch)
+            for i, row in enumerate(micro.rows):
+                worst = max(worst, _relative(logits[i, : len(alone[row])], alone[row]))
+    if worst <= limit:
+        words = f"every row gives the logits that it gives alone (largest relative difference {worst:.1e})"
+    else:
+        words = (
+            f"rows give other logits in a micro-batch than alone (relative difference {worst:.1e}): what this model "
+            "makes of a row depends on the rows beside it"
+        )
+    return Check("rows regrouped against rows alone", worst, limit, "exact" if worst <= limit else "differs", words)
+
+
+def _as_it_came(
+    forward: Callable[[Any], Tensor],
+    batch: Any,
+    batches: MicroBatches,
+    alone: list[Tensor],
+    limit: float,
+    rolled_is_exact: bool,
+) -> Check:
+    worst, table = 0.0, batches.table
+    with torch.no_grad():
+        logits = forward(batch)
+        for row, own in enumerate(alone):
+            start = int(table.start[row, -1])
+            worst = max(worst, _relative(logits[row, start : start + len(own)], own))
+    limit = max(limit, _PADDING_NOISE)
+    if worst <= limit:
+        words = f"padding as the batch has it changes no row ({worst:.1e})"
+        return Check("the batch as it came against rows alone", worst, limit, "exact", words)
+    words = f"padding as the batch has it changes rows by {worst:.1e}, with or without splitting"
+    if rolled_is_exact:
+        words += "; rolled to the right it does not, so rows are trained as they are alone, other than before"
+    return Check("the batch as it came against rows alone", worst, limit, "note", words)
+
+
+def _weighted(loss_fn: LossFunction, batches: MicroBatches) -> Iterator[Tensor]:
+    for micro, weight in batches:
+        yield loss_fn(micro) * weight
+
+
+def _gradients(module: nn.Module, losses: Callable[[], Tensor | Iterator[Tensor]]) -> dict[str, Tensor]:
+    """Gradient of each trained parameter, by name; those that were there are kept out of it."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    for _, p in named:
+        p.grad = None
+    with torch.enable_grad():
+        result = losses()
+        for loss in [result] if isinstance(result, Tensor) else result:
+            torch.autograd.backward(loss)
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in named}
+
+
+def _compare_gradients(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], limit: float) -> Check:
+    name = "gradients of the split batch against the whole batch"
+    # One scale for all parameters: some have gradients that are zero but for rounding (key biases, say).
+    scale = max(float(gradient.abs().max()) for gradient in wanted.values()) or 1.0
+    differences = {key: float((found[key] - wanted[key]).abs().max()) / scale for key in wanted}
+    worst = tuple(sorted(differences.items(), key=lambda item: -item[1])[:3])
+    value = max(differences.values())
+    if value <= limit and not any(math.isnan(each) for each in differences.values()):
+        return Check(name, value, limit, "exact", f"the same (largest relative difference {value:.1e})", worst)
+    return Check(name, value, limit, "differs", f"differ by {value:.1e} of the largest gradient", worst)
+
+
+def _matching(
+    module: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    config: PadMinConfig,
+    whole: Mapping[str, Tensor],
+    limit: float,
+) -> str | None:
+    """The loss_reduction under which the split gradients are those of the whole batch, if there is one."""
+    names: tuple[Literal["token-mean", "row-mean", "sum"], ...] = ("token-mean", "row-mean", "sum")
+    for other in names:
+        if other == config.loss_reduction:
+            continue
+        try:
+            batches = _prepare(batch, replace(config, loss_reduction=other))
+        except PadMinError:  # no labels to count
+            continue
+        found = _gradients(module, lambda batches=batches: _weighted(loss_fn, batches))  # type: ignore[misc]
+        if _compare_gradients(found, whole, limit).verdict == "exact":
+            return other
+    return None
+
+
+def _named_cause(check: Check, matching: str | None) -> Check:
+    if matching is not None:
+        cause = f"the loss is a {matching}: set loss_reduction={matching!r}"
+    else:
+        cause = "the loss or the model couples rows, and no loss_reduction would match: do not split this loss"
+    return replace(check, words=f"{check.words}; {cause}")
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny))
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Gradients, buffers and random state are put back afterwards, whatever happens."""
+    gradients = [(p, p.grad) for p in module.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            for p, gradient in gradients:
+                p.grad = gradient
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Switches dropout off where it is called: `eval()` would do more, fused mixers take another path there."""
+
+    _PLAIN = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Dropout returns its input; attention runs with probability 0."""
+        kwargs = dict(kwargs or {})
+        if function in self._PLAIN:
+            return args[0] if args else kwargs["input"]
+        if function is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        return function(*args, **kwargs)
