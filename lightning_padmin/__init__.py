@@ -22,9 +22,11 @@ from lightning_padmin.microbatch import (
     iter_micro_batches,
     sync_on_last,
 )
+from lightning_padmin.padded_forward import PaddedForward
 from lightning_padmin.planner import Plan, plan_micro_batches
 from lightning_padmin.schema import Field
 from lightning_padmin.stats import PaddingStats
+from lightning_padmin.verify import Report, verify_equivalence
 
 if TYPE_CHECKING:
     from lightning_padmin.integrations.lightning_callback import PadMinCallback
@@ -40,12 +42,15 @@ __all__ = [
     "PadMinConfig",
     "PadMinError",
     "PadMinWarning",
+    "PaddedForward",
     "PaddingStats",
     "Plan",
+    "Report",
     "compact",
     "iter_micro_batches",
     "plan_micro_batches",
     "sync_on_last",
+    "verify_equivalence",
 ]
 
 

@@ -71,7 +71,7 @@ def _verify(options: argparse.Namespace) -> int:
     module.to(getattr(torch, options.dtype)).train()
     batch = _random_batch(_parse_lengths(options.lengths), _vocabulary(module), options.seed)
     config = PadMinConfig(
-        token_budget=options.token_budget, loss_reduction=options.loss_reduction, launch_cost=0, max_rows=3
+        token_budget=options.token_budget, loss_reduction=options.loss_reduction, launch_cost=16, max_rows=3
     )
     forward = None if loss_fn is not None else lambda b: _logits(module, b)
     loss = loss_fn if loss_fn is not None else lambda b: _token_mean(_logits(module, b), b["labels"])
@@ -89,7 +89,7 @@ def _load(name: str) -> tuple[nn.Module, LossFunction | None]:
     except ImportError as error:
         raise UsageError(f"{name!r} needs transformers to be loaded: pip install transformers") from error
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"{name!r} is no folder or hub id of a causal language model ({reason})") from error

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import BatchError, ConfigError
+from lightning_padmin.fields import Axis
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.sequence import MicroBatch, MicroBatches
 
@@ -34,13 +35,14 @@ _KNOWN: dict[tuple[str, int], OutputKind] = {
     ("logits", 3): "position",
     ("logits", 2): "row",
     ("last_hidden_state", 3): "position",
+    ("encoder_last_hidden_state", 3): "position",
     ("hidden_states", 3): "position",
     ("pooler_output", 2): "row",
     ("start_logits", 2): "position",
     ("end_logits", 2): "position",
     ("router_logits", 2): "flat",
 }
-_CACHES = ("past_key_values", "cache_params", "state", "rnn_state", "mems")
+_CACHES = ("cache", "past_key_values", "cache_params", "state", "rnn_state", "mems")
 
 
 class PaddedForward:
@@ -101,6 +103,7 @@ class PaddedForward:
         batches = self._batcher.prepare(inputs)
         self.micro_batches = batches
         replayed = self.mode == "replay" and torch.is_grad_enabled()
+        pending: list[_Chunk] = []
         results = []
         for micro in batches:
             state = _RandomState.now() if replayed else None
@@ -109,8 +112,9 @@ class PaddedForward:
             if state is not None:
                 leaves = _Leaves()
                 result = _map_tensors(result, leaves.make)
-                self._pending.append(_Chunk(micro, leaves.tensors, state))
+                pending.append(_Chunk(micro, leaves.tensors, state))
             results.append(result)
+        self._pending = pending  # only now: had a chunk raised, there would be nothing to send backward
         return _Assembler(batches, self._outputs, inputs, self.model).join("", results)
 
     def backward_pending(self) -> None:
@@ -248,8 +252,14 @@ class _Assembler:
             rows = [len(slots) for slots in self._batches.slot_maps]
             shaped = [part.view(n, -1, *part.shape[1:]) for part, n in zip(parts, rows, strict=True)]
             return self._with_dummies(self._batches.restore(shaped), parts).flatten(0, 1)
-        joined = self._batches.restore(parts) if kind == "position" else self._batches.restore_rows(parts)
-        return self._with_dummies(joined, parts)
+        if kind == "row":
+            return self._with_dummies(self._batches.restore_rows(parts), parts)
+        return self._with_dummies(self._batches.restore(parts, axis=self._axis(path)), parts)
+
+    def _axis(self, path: str) -> Axis:
+        """Outputs of an encoder-decoder run along the decoder, but for those that are named the encoder's."""
+        decoder = len(self._batches.schema.widths) == 2 and not path.startswith("encoder_")
+        return "decoder" if decoder else "input"
 
     def _with_dummies(self, joined: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Dummies stay in the graph: every rank must run as many backward passes as forward ones."""
@@ -326,4 +336,6 @@ def _takes(model: Any, name: str) -> bool:
     while isinstance(model, nn.Module) and isinstance(inner := getattr(model, "module", None), nn.Module):
         model = inner  # DistributedDataParallel and its like
     function = model.forward if isinstance(model, nn.Module) else model
-    return name in inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
+    passed_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return name in parameters or (passed_on and hasattr(getattr(model, "config", None), name))
