@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_padmin import MicroBatcher, PadMinCallback
+from lightning_padmin import MicroBatcher, PaddedForward, PadMinCallback, PadMinConfig
 
 RANK = int(os.environ["LOCAL_RANK"])
 # Natural counts under BUDGET: five micro-batches on rank 0, one on rank 1.
@@ -246,6 +246,39 @@ def flushed() -> Any:
     """Fewer steps than log_every_n_steps: metrics are written at the end, merged over ranks."""
     trainer = fit(support.Module(), batches(count=2), callback(), log_every_n_steps=50)
     return {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("padmin/")}
+
+
+def padded_forward() -> Any:
+    """A chunked model call under DistributedDataParallel, five chunks against one, for a loss that couples rows."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", rank=RANK, world_size=2, timeout=timedelta(seconds=60))
+
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.inner = support.TinyLM().double()
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": self.inner(input_ids)}
+
+    def coupled(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        return torch.logsumexp(support.token_losses(outputs["logits"], labels).sum(1), 0)
+
+    batch = batches(count=1)[0]
+    labels = batch.pop("labels")
+    alone = Named()
+    coupled(alone(**batch), labels).backward()
+    expected = support.flat_gradient(alone)
+    torch.distributed.all_reduce(expected)
+    found = {}
+    for mode in ("joint", "replay"):
+        parallel = torch.nn.parallel.DistributedDataParallel(Named())
+        forward = PaddedForward(parallel, PadMinConfig(token_budget=BUDGET, launch_cost=4), mode, parallel.no_sync)
+        coupled(forward(**batch), labels).backward()
+        forward.backward_pending()
+        found[mode] = support.flat_gradient(parallel)
+    return {"expected": expected / 2, "found": found, "chunks": len(forward.micro_batches or ())}
 
 
 def one_rank_ends_early() -> Any:

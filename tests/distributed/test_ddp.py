@@ -29,6 +29,7 @@ SCENARIOS = [
     "reductions",
     "synchronised_logging",
     "variants",
+    "padded_forward",
 ]
 FIVE, ONE, BUDGET = [24, 20, 12, 12, 6, 6, 6, 6, 3, 2], [4, 3, 5, 2], 24
 Ranks = list[dict[str, Any]]
@@ -176,6 +177,14 @@ def test_synchronised_logging_neither_hangs_nor_changes(ranks: Ranks) -> None:
         plain, split = rank["synchronised_logging"]
         assert split == pytest.approx(plain, rel=1e-6)
         assert plain["rows"] == 14
+
+
+@pytest.mark.parametrize("mode", ["joint", "replay"])
+def test_padded_forward_with_uneven_chunks(ranks: Ranks, mode: str) -> None:
+    assert [rank["padded_forward"]["chunks"] for rank in ranks] == [5, 1]
+    for rank in ranks:
+        result = rank["padded_forward"]
+        assert support.relative(result["found"][mode], result["expected"]) <= 1e-12
 
 
 @pytest.mark.parametrize("variant", ["find_unused", "static_graph", "bucket_view"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -113,6 +114,28 @@ class Normed(Module):
 def test_batch_normalization(norm: Any) -> None:
     match = rf"model\.norm is a {norm.__name__} in training mode: .*Put it in eval mode"
     refused(MisconfigurationException, match, Normed(norm(12)), loader(ragged_batches(1)), padmin())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'.*longest row of the call"),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.01}, "balance loss of weight 0.01.*PaddedForward"),
+    ],
+)
+def test_architectures_that_cannot_be_split(options: dict[str, Any], match: str) -> None:
+    module = Module()
+    module.model.config = SimpleNamespace(model_type="mixtral", **options)
+    refused(MisconfigurationException, match, module, loader(ragged_batches(2)), padmin())
+
+
+@pytest.mark.parametrize(
+    "child", [nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)]
+)
+def test_state_that_counts_forward_passes(child: nn.Module) -> None:
+    module = Module()
+    module.child = child
+    refused(MisconfigurationException, "how often it runs", module, loader(ragged_batches(2)), padmin())
 
 
 def test_batch_normalization_without_running_statistics() -> None:
