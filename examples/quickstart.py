@@ -143,14 +143,17 @@ def train_in_turns(runs: Sequence[Run], batches: Sequence[Sequence[data.Row]], p
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*bar, disable=not sys.stdout.isatty(), transient=True) as progress:
+    terminal = sys.stdout.isatty()
+    with Progress(*bar, disable=not terminal, transient=True) as progress:
         task = progress.add_task("", total=len(batches) * len(runs))
-        for rows in batches:
+        for step, rows in enumerate(batches, start=1):
             loader = DataLoader(rows, batch_size=len(rows), collate_fn=data.right_pad(pad_token_id))
             for run in runs:
                 progress.update(task, description=run.name)
                 run.train(loader, seed)
                 progress.advance(task)
+                if not terminal:  # a log file shows no bar, but should show that something happens
+                    print(f"step {step} of {len(batches)}: {run.name}", flush=True)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
