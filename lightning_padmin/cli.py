@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -75,7 +76,8 @@ def _verify(options: argparse.Namespace) -> int:
     )
     forward = None if loss_fn is not None else lambda b: _logits(module, b)
     loss = loss_fn if loss_fn is not None else lambda b: _token_mean(_logits(module, b), b["labels"])
-    report = verify_equivalence(loss, batch, config, module=module, forward=forward)
+    packed = None if loss_fn is not None or not _takes_positions(module) else lambda ids, at: _packed(module, ids, at)
+    report = verify_equivalence(loss, batch, config, module=module, forward=forward, packed=packed)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report)
     return 0 if report.is_exact else 1
 
@@ -124,8 +126,10 @@ def _parse_lengths(text: str) -> list[int]:
 
 
 def _vocabulary(module: nn.Module) -> int:
-    sizes = [child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)]
-    return max(sizes, default=100)
+    """Number of token ids; positions may have an embedding of another size."""
+    known = getattr(module, "get_input_embeddings", lambda: None)()
+    children = [known, *module.modules()]
+    return next((child.num_embeddings for child in children if isinstance(child, nn.Embedding)), 100)
 
 
 def _random_batch(lengths: list[int], vocabulary: int, seed: int) -> dict[str, Tensor]:
@@ -146,6 +150,16 @@ def _logits(module: nn.Module, batch: Any) -> Tensor:
     device = next(module.parameters()).device
     inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
     logits: Tensor = module(**inputs, use_cache=False).logits
+    return logits
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(module.forward).parameters
+
+
+def _packed(module: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    # Without a cache and a mask transformers builds a block-diagonal mask from restarting positions.
+    logits: Tensor = module(input_ids=ids, position_ids=positions, use_cache=False).logits
     return logits
 
 

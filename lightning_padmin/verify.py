@@ -21,6 +21,7 @@ from lightning_padmin.errors import BatchError, PadMinError
 from lightning_padmin.guards import inspect_model
 from lightning_padmin.microbatch import MicroBatcher, compact
 from lightning_padmin.sequence import MicroBatches
+from lightning_padmin.tree import iter_leaves
 
 LossFunction = Callable[[Any], Tensor]
 Verdict = Literal["exact", "differs", "note"]
@@ -96,6 +97,7 @@ def verify_equivalence(
     *,
     module: nn.Module,
     forward: Callable[[Any], Tensor] | None = None,
+    packed: Callable[[Tensor, Tensor], Tensor] | None = None,
     tolerance: float | None = None,
 ) -> Report:
     """Compares training with and without splitting on one batch.
@@ -106,6 +108,8 @@ def verify_equivalence(
         config: the options to be verified.
         module: the module whose parameters are trained.
         forward: logits (rows, width, ...) of a batch; with it, every row is also compared with itself alone.
+        packed: logits (1, n, ...) of one row of `input_ids` (1, n) with `position_ids` (1, n) that restart at each
+            document; with it and `forward`, two documents in one row are compared with each alone.
         tolerance: largest relative difference that counts as none; default by dtype, 1e-9 in float64, 1e-3 in
             float32, 0.1 in half precision.
 
@@ -118,7 +122,9 @@ def verify_equivalence(
     Checks, all with dropout off:
         1. each row alone, unpadded, against its rolled, trimmed and regrouped logits (needs `forward`);
         2. the gradient of the un-split batch, rolled and trimmed, against the weighted sum over micro-batches;
-        3. what the batch as it came makes of each row (needs `forward`): its padding itself may be wrong.
+        3. what the batch as it came makes of each row (needs `forward`): its padding itself may be wrong;
+        4. whether packing two documents into one row leaks from the first into the second (needs `packed`). This
+           library does not pack, so that is a note.
 
     If the gradients differ, the other ways to reduce a loss are tried, and the one that matches is named.
     """
@@ -132,6 +138,8 @@ def verify_equivalence(
             alone = _rows_alone(forward, batch, config, batches)
             checks.append(_regrouped(forward, batches, alone, limit))
             checks.append(_as_it_came(forward, batch, batches, alone, limit, checks[0].verdict == "exact"))
+            if packed is not None:
+                checks.append(_packed(packed, batch, config, batches, alone, limit))
         whole = _gradients(module, lambda: loss_fn(compact(batch, config).batch))
         split = _gradients(module, lambda: _weighted(loss_fn, batches))
         gradients = _compare_gradients(split, whole, limit)
@@ -207,6 +215,29 @@ def _as_it_came(
     if rolled_is_exact:
         words += "; rolled to the right it does not, so rows are trained as they are alone, other than before"
     return Check("the batch as it came against rows alone", worst, limit, "note", words)
+
+
+def _packed(
+    packed: Callable[[Tensor, Tensor], Tensor],
+    batch: Any,
+    config: PadMinConfig,
+    batches: MicroBatches,
+    alone: list[Tensor],
+    limit: float,
+) -> Check:
+    lengths = batches.table.length[:, 0]
+    first, second = (int(row) for row in lengths.argsort()[-2:])
+    ids = dict(iter_leaves(compact(batch, config).batch))["input_ids"]
+    documents = [ids[row, : int(lengths[row])] for row in (first, second)]
+    positions = [torch.arange(len(document), device=ids.device) for document in documents]
+    with torch.no_grad():
+        logits = packed(torch.cat(documents)[None], torch.cat(positions)[None])[0]
+    leak = _relative(logits[len(documents[0]) :], alone[second])
+    name, limit = "two documents packed into one row", max(limit, _PADDING_NOISE)
+    if leak <= limit:
+        return Check(name, leak, limit, "exact", f"with restarting positions the second is as it is alone ({leak:.1e})")
+    words = f"the first leaks into the second, which changes by {leak:.1e}: do not pack rows of this model"
+    return Check(name, leak, limit, "note", words)
 
 
 def _weighted(loss_fn: LossFunction, batches: MicroBatches) -> Iterator[Tensor]:

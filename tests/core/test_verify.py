@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -201,3 +202,38 @@ def test_command_line_refuses_in_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+class Document(nn.Module):
+    """A running mean of embeddings, which either restarts with the positions or does not."""
+
+    def __init__(self, restarts: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding, self.restarts = nn.Embedding(support.VOCABULARY, 7).double(), restarts
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        states = self.embedding(ids)
+        if positions is None or not self.restarts:
+            return states.cumsum(1)
+        starts = [int(k) for k in (positions[0] == 0).nonzero()] + [ids.shape[1]]
+        parts = [states[:, a:b].cumsum(1) for a, b in itertools.pairwise(starts)]
+        return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_packing_that_leaks_is_a_note(restarts: bool) -> None:
+    model = Document(restarts)
+    report = run(
+        model,
+        "sum",
+        "sum",
+        loss=lambda b: model(b["input_ids"]).mul(b["attention_mask"][..., None]).sum(),
+        forward=lambda b: model(b["input_ids"]),
+        packed=lambda ids, positions: model(ids, positions),
+    )
+    check = report.checks[2]
+    assert check.name == "two documents packed into one row"
+    assert check.verdict == ("exact" if restarts else "note")
+    assert (check.difference > 0.1) is not restarts
+    assert report.is_exact  # this library does not pack
