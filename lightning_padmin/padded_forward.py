@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_padmin.config import PadMinConfig
+from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import BatchError, ConfigError
 from lightning_padmin.fields import Axis
@@ -82,7 +82,7 @@ class PaddedForward:
         if mode not in _MODES:
             raise ConfigError(f"mode={mode!r}: expected one of {', '.join(map(repr, _MODES))}")
         self.model, self.mode, self.no_sync = model, mode, no_sync
-        self.config = replace(config or PadMinConfig(), loss_reduction="row-mean", normalize="rank")
+        self.config = replace(as_config(config), loss_reduction="row-mean", normalize="rank")
         self.micro_batches: MicroBatches | None = None
         self._batcher = MicroBatcher(self.config, exchange=exchange)
         self._outputs = dict(outputs or {})

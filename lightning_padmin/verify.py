@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_padmin.config import PadMinConfig
+from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.errors import BatchError, PadMinError
 from lightning_padmin.guards import inspect_model
 from lightning_padmin.microbatch import MicroBatcher, compact
@@ -128,7 +128,7 @@ def verify_equivalence(
 
     If the gradients differ, the other ways to reduce a loss are tried, and the one that matches is named.
     """
-    config = config or PadMinConfig()
+    config = as_config(config)
     dtype = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
     limit = TOLERANCES.get(dtype, 1e-3) if tolerance is None else tolerance
     with _untouched(module), _NoDropout():

@@ -159,6 +159,8 @@ def test_refusals() -> None:
         forward(batch["input_ids"])
     with pytest.raises(ConfigError, match="mode='split'"):
         PaddedForward(Model(), CONFIG, "split")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expected a PadMinConfig"):
+        PaddedForward(Model(), 96)  # type: ignore[arg-type]
     replay = PaddedForward(Model(), CONFIG, "replay")
     replay(**batch)
     with pytest.raises(BatchError, match="call backward_pending"):
