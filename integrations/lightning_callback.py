@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 try:
@@ -34,7 +37,10 @@ from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone,
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.guards import inspect_model
 from lightning_padmin.integrations import lightning_loop
+from lightning_padmin.integrations.lightning_check import FirstBatchCheck
+from lightning_padmin.integrations.lightning_loop import JointOptimization, SplitOptimization
 from lightning_padmin.microbatch import MicroBatcher, MicroBatches
+from lightning_padmin.model_proxy import chunked, transformers_models
 from lightning_padmin.schema import Field
 from lightning_padmin.stats import PaddingStats
 
@@ -49,6 +55,9 @@ class PadMinCallback(pl.Callback):
 
     Args:
         token_budget: most slots (rows x longest row) of one micro-batch; None: the slots of the batch as it came.
+        mode: "split", or "joint", which runs the model call in chunks inside of `training_step`, for losses that couple
+            rows; "auto" is "split", and refuses what that would change.
+        check: "first-batch" compares gradients of a few rows, split and as they came, before the first step.
         loss_reduction: how `training_step` reduces its loss: "token-mean", "row-mean", "sum", or a function
             batch -> (rows,) row weights. It must be true: a wrong one trains something else.
         enabled: False leaves no trace.
@@ -71,6 +80,8 @@ class PadMinCallback(pl.Callback):
         self,
         token_budget: int | None = 16_384,
         *,
+        mode: Literal["auto", "split", "joint", "replay"] = "auto",
+        check: Literal["first-batch", "off"] = "first-batch",
         loss_reduction: LossReduction | RowWeight = "token-mean",
         normalize: Literal["rank", "global"] = "rank",
         label_shift: int | None = None,
@@ -103,20 +114,38 @@ class PadMinCallback(pl.Callback):
         self._batcher: MicroBatcher | None = None
         self._exchange: Exchange = exchange_alone
         self._restore: Callable[[], None] | None = None
+        self._check: FirstBatchCheck | None = None
+        self._loss_tokens: int | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuses what cannot be exact, then replaces the optimization loop."""
         if not self.config.enabled:
             return
         self._remove()  # in case an earlier fit ended without telling us
-        _refuse_unsupported(trainer, pl_module)
-        _heed_architecture(pl_module)
+        _refuse_unsupported(trainer, pl_module, self.config.mode)
+        corrects = _heed_architecture(pl_module, self.config.mode)
         self._exchange = exchange_all if trainer.world_size > 1 else exchange_alone
-        self._batcher = MicroBatcher(
-            self.config, exchange=self._exchange, encoder_decoder=_is_encoder_decoder(pl_module)
-        )
+        joint = self.config.mode == "joint"
+        models = transformers_models(pl_module) if joint else {}
+        if joint and not models:
+            raise MisconfigurationException(
+                "mode='joint' runs the model call in chunks, but the module has no attribute that looks like a model "
+                "of transformers (a config with model_type, attention_mask in its forward): call your model through "
+                "lightning_padmin.PaddedForward in training_step, and leave the callback out"
+            )
+        # What the loss is reduced to is nobody's concern where the loss sees whole batches.
+        config = replace(self.config, loss_reduction="row-mean", normalize="rank") if joint else self.config
+        self._batcher = MicroBatcher(config, exchange=self._exchange, encoder_decoder=_is_encoder_decoder(pl_module))
+        self._check = FirstBatchCheck(trainer, config, self._exchange, models, corrects=corrects)
         self._since_log = PaddingStats()
-        self._restore = lightning_loop.install(trainer, self._prepare, self._progress, dict(self.config.log_reduce))
+        self._restore = lightning_loop.install(
+            trainer,
+            lambda stock: (
+                JointOptimization(stock, self._read, lambda: self._chunked(models))
+                if joint
+                else SplitOptimization(stock, self._prepare, self._progress, dict(self.config.log_reduce))
+            ),
+        )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuses several loaders at once, known only now."""
@@ -170,19 +199,39 @@ class PadMinCallback(pl.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Copies are not part of a running fit, and do not drag the module along: Lightning sets its `log` here."""
         own = {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
-        return own | {"_restore": None, "_batcher": None}
+        return own | {"_restore": None, "_batcher": None, "_check": None}
 
     def _remove(self) -> None:
         if self._restore is not None:
             self._restore()
-        self._restore = self._batcher = None
+        self._restore = self._batcher = self._check = None
 
-    def _prepare(self, batch: Any) -> MicroBatches:
+    def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:
         assert self._batcher is not None
-        micro_batches = self._batcher.prepare(batch)
+        assert self._check is not None
+        micro_batches = self._batcher.prepare(kwargs["batch"])
+        if self._check.is_due:
+            self._check(kwargs, micro_batches.schema, micro_batches.table)
         self.stats = self.stats + micro_batches.stats
         self._since_log = self._since_log + micro_batches.stats
         return micro_batches
+
+    def _read(self, kwargs: OrderedDict[str, Any]) -> None:
+        assert self._batcher is not None
+        assert self._check is not None
+        schema, table = self._batcher.read_together(kwargs["batch"])
+        if self._check.is_due:
+            self._check(kwargs, schema, table)
+        self._loss_tokens = int(table.loss_tokens.sum())
+
+    @contextmanager
+    def _chunked(self, models: dict[str, nn.Module]) -> Iterator[None]:
+        with chunked(models, self.config) as calls:
+            yield
+        if self._loss_tokens is not None and calls:  # optimizers that run the closure again run the same batch
+            stats = replace(calls.total, loss_tokens=self._loss_tokens)
+            self.stats, self._since_log = self.stats + stats, self._since_log + stats
+        self._loss_tokens = None
 
     def _progress(self, index: int, count: int) -> None:
         self.micro_index, self.micro_count = index, count
@@ -215,7 +264,7 @@ def _one_config(options: PadMinConfig, config: PadMinConfig | None) -> PadMinCon
     return config
 
 
-def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: str) -> None:
     if not isinstance(trainer, pl.Trainer):
         raise MisconfigurationException(
             f"PadMinCallback belongs to lightning.pytorch, but this Trainer comes from {type(trainer).__module__}: "
@@ -234,6 +283,11 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None
         raise MisconfigurationException(
             "training_step(dataloader_iter) fetches its own batches, which PadMinCallback cannot see: take `batch`"
         )
+    if mode == "replay":
+        raise MisconfigurationException(
+            "mode='replay' needs a second backward pass that Lightning's automatic optimization has no place for: use "
+            "mode='joint', or lightning_padmin.PaddedForward(model, config, mode='replay') in your own loop"
+        )
     strategy = trainer.strategy
     known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
     if not known:
@@ -242,13 +296,17 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None
         )
 
 
-def _heed_architecture(module: pl.LightningModule) -> None:
-    """Refuses models that cannot be split, tells what rolling corrects. Batch normalization may still be frozen."""
-    for finding in inspect_model(module):
-        if finding.severity == "refuse" and finding.rule != "batch-norm":
-            raise MisconfigurationException(f"{finding.where}: {finding.reason}")
+def _heed_architecture(module: pl.LightningModule, mode: str) -> bool:
+    """Refuses models that cannot be split; whether rolling corrects them. Batch normalization may still be frozen."""
+    findings = inspect_model(module)
+    for finding in findings:
+        balance = finding.rule == "balance-loss"
+        if finding.severity == "refuse" and finding.rule != "batch-norm" and not (balance and mode == "joint"):
+            also = ". PadMinCallback(mode='joint') does the former" if balance else ""
+            raise MisconfigurationException(f"{finding.where}: {finding.reason}{also}")
         if finding.severity != "refuse":
             rank_zero_info(f"PadMinCallback: {finding.where}: {finding.reason}")
+    return any(finding.severity == "correct" for finding in findings)
 
 
 def _refuse_combined_loaders(trainer: pl.Trainer) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops import utilities
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -30,6 +31,7 @@ OLDEST = (2, 5, 2)
 _EXPECTED: list[tuple[Any, str, list[str]]] = [
     (_AutomaticOptimization, "_make_closure", ["self", "kwargs", "optimizer", "batch_idx"]),
     (_AutomaticOptimization, "_training_step", ["self", "kwargs"]),
+    (Closure, "__init__", ["self", "step_fn", "backward_fn", "zero_grad_fn"]),
     (_AutomaticOptimization, "_make_backward_fn", ["self", "optimizer"]),
     (_AutomaticOptimization, "_make_zero_grad_fn", ["self", "batch_idx", "optimizer"]),
     (_ResultCollection, "log", ["self", "fx", "name", "value"]),
@@ -58,7 +60,7 @@ def check_signatures() -> None:
             )
 
 
-Prepare = Callable[[Any], MicroBatches]
+Prepare = Callable[[OrderedDict[str, Any]], MicroBatches]
 Progress = Callable[[int, int], None]
 
 
@@ -67,7 +69,8 @@ class SplitOptimization(_AutomaticOptimization):
 
     Args:
         stock: the loop it stands in for; attributes are shared with it.
-        prepare: plans a batch; called once per batch, before the optimizer asks for a closure.
+        prepare: plans a batch, from the arguments of training_step; called once per batch, before the optimizer asks
+            for a closure.
         progress: told index and count before each micro-batch.
         log_reduce: how values merge, by logged name.
     """
@@ -81,12 +84,45 @@ class SplitOptimization(_AutomaticOptimization):
         self._prepare, self._progress, self._log_reduce = prepare, progress, log_reduce
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        micro_batches = self._prepare(kwargs["batch"])
+        micro_batches = self._prepare(kwargs)
         if len(micro_batches) == 1 and micro_batches.weights[0] == 1.0 and micro_batches.table.has_loss:
             self._progress(0, 1)
             whole = OrderedDict(kwargs, batch=micro_batches[0].batch)
             return super()._make_closure(whole, optimizer, batch_idx)
         return _SplitClosure(self, micro_batches, kwargs, optimizer, batch_idx)
+
+
+class JointOptimization(_AutomaticOptimization):
+    """Automatic optimization of whole batches, inside of whose training step model calls are chunked.
+
+    Args:
+        stock: the loop it stands in for; attributes are shared with it.
+        prepare: reads a batch; called once per batch, before the optimizer asks for a closure.
+        chunked: the context in which the training step runs.
+    """
+
+    __slots__ = ("_chunked", "_prepare")
+
+    def __init__(
+        self,
+        stock: _AutomaticOptimization,
+        prepare: Callable[[OrderedDict[str, Any]], Any],
+        chunked: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        object.__setattr__(self, "__dict__", stock.__dict__)
+        self._prepare, self._chunked = prepare, chunked
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        self._prepare(kwargs)
+        closure = super()._make_closure(kwargs, optimizer, batch_idx)
+        whole = closure._step_fn
+
+        def step() -> ClosureResult:
+            with self._chunked():
+                return whole()
+
+        closure._step_fn = step
+        return closure
 
 
 class _SplitClosure(Closure):
@@ -177,8 +213,13 @@ def _has_static_graph(trainer: Trainer) -> bool:
     return bool(getattr(trainer.strategy.model, "static_graph", False))
 
 
-def install(trainer: Trainer, prepare: Prepare, progress: Progress, log_reduce: dict[str, str]) -> Callable[[], None]:
-    """Puts the splitting loop in; returns a function that takes it out again (at any time, any number of times)."""
+def install(trainer: Trainer, make: Callable[[_AutomaticOptimization], _AutomaticOptimization]) -> Callable[[], None]:
+    """Puts a loop in the stock one's place; returns a function that takes it out again (at any time, repeatedly).
+
+    Args:
+        trainer: the Trainer.
+        make: makes the loop from the one that it stands in for.
+    """
     epoch_loop = trainer.fit_loop.epoch_loop
     stock = epoch_loop.automatic_optimization
     if type(stock) is not _AutomaticOptimization:
@@ -186,14 +227,42 @@ def install(trainer: Trainer, prepare: Prepare, progress: Progress, log_reduce: 
             f"the automatic optimization loop is a {type(stock).__name__}: something else has replaced it, and "
             "PadMinCallback cannot split batches inside of that. Use one of the two"
         )
-    split = SplitOptimization(stock, prepare, progress, log_reduce)
-    epoch_loop.automatic_optimization = split
+    ours = make(stock)
+    epoch_loop.automatic_optimization = ours
 
     def restore() -> None:
-        if epoch_loop.automatic_optimization is split:
+        if epoch_loop.automatic_optimization is ours:
             epoch_loop.automatic_optimization = stock
 
     return restore
+
+
+@contextmanager
+def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iterator[Callable[[Any], Tensor]]:
+    """The module's own training step as a function batch -> loss, which logs nothing and synchronises no gradients.
+
+    Args:
+        trainer: a Trainer in the middle of its training loop.
+        kwargs: what training_step is called with, the batch first.
+    """
+    module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
+    loggers, hook = trainer.loggers, module._current_fx_name
+    # Hooks of the strategy's wrapper must not run: DistributedDataParallel would take them for a step.
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    module._current_fx_name = "training_step"
+    results.log = torch.compiler.disable(lambda *args, **kwargs: None)  # type: ignore[no-untyped-call]
+
+    def loss(batch: Any) -> Tensor:
+        with trainer.precision_plugin.train_step_context():
+            output = module.training_step(*OrderedDict(kwargs, batch=batch).values())
+        result = ClosureResult.from_training_step_output(output)
+        return torch.zeros(()) if result.closure_loss is None else result.closure_loss
+
+    try:
+        yield loss
+    finally:
+        del results.log
+        trainer.loggers, module._current_fx_name = loggers, hook
 
 
 def is_logging_step(trainer: Trainer) -> bool:

@@ -25,6 +25,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "loss_reduction": ("token-mean", "row-mean", "sum"),
     "normalize": ("rank", "global"),
     "method": ("optimal", "greedy"),
+    "mode": ("auto", "split", "joint", "replay"),
+    "check": ("first-batch", "off"),
 }
 _ALIASES = {"sequence-mean": "row-mean"}
 _LOG_REDUCTIONS = ("mean", "row-mean", "sum", "max", "min", "last")
@@ -92,6 +94,18 @@ class PadMinConfig:
         16_384,
         "Most slots (rows x longest row, after rounding) that one micro-batch may have. None: the slots of the batch "
         "as it came (at its rounded width, see pad_to_multiple_of), so never more memory than without this library.",
+    )
+    mode: Literal["auto", "split", "joint", "replay"] = _option(
+        "auto",
+        "split: forward and backward pass per micro-batch, for losses that separate over rows. joint: the model call "
+        "is chunked inside and the loss sees one batch, for every loss; activations of the whole batch are kept. "
+        "replay: joint with the activations of one chunk, at the price of a second forward pass. auto: split where it "
+        "is exact, else what the adapter names.",
+    )
+    check: Literal["first-batch", "off"] = _option(
+        "first-batch",
+        "first-batch: before the first step, gradients of a few rows are compared, split and as they came; training "
+        "that would change is refused.",
     )
     loss_reduction: LossReduction | RowWeight = _option(
         "token-mean",

@@ -43,5 +43,11 @@ class PeerError(PadMinError):
     code = 5
 
 
+class GradientCheckError(PadMinError):
+    """Gradients of split rows are not those of the same rows un-split; the message says which declaration is wrong."""
+
+    code = 7
+
+
 class PadMinWarning(UserWarning):
     """Something the user should know once: a row over budget, a target lost by the roll."""

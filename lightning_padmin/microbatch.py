@@ -79,10 +79,26 @@ class MicroBatcher:
         schema, table, plan = local
         return self._assemble(batch, schema, table, plan, agreed)
 
+    def read_together(self, batch: Any) -> tuple[Schema, RowTable]:
+        """`read`, on all ranks.
+
+        Raises:
+            PadMinError: on every rank when any rank cannot understand its batch.
+        """
+        local: tuple[Schema, RowTable] | None = None
+        error: Exception | None = None
+        try:
+            local = self.read(batch)
+        except Exception as caught:
+            error = caught
+        raise_together(error, self._exchange([_code(error)])[:, 0])
+        assert local is not None
+        return local
+
     def _message(self, local: tuple[Schema, RowTable, Plan] | None, error: Exception | None) -> list[int]:
         """Error code, micro-batches, slots, and the total row weight (a float64's bits)."""
         if local is None:
-            return [error.code if isinstance(error, PadMinError) else PadMinError.code, 0, 0, 0]
+            return [_code(error), 0, 0, 0]
         _, table, plan = local
         total = np.float64(table.weight.sum()).view(np.int64)
         return [0, len(plan), plan.slots, int(total)]
@@ -208,6 +224,10 @@ class MicroBatcher:
         if key not in self._said:
             self._said.add(key)
             warnings.warn(message, PadMinWarning, stacklevel=5)
+
+
+def _code(error: Exception | None) -> int:
+    return 0 if error is None else error.code if isinstance(error, PadMinError) else PadMinError.code
 
 
 def iter_micro_batches(batch: Any, config: PadMinConfig | None = None) -> Iterator[MicroBatch]:

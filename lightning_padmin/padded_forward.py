@@ -4,14 +4,13 @@
     replay    chunks run without a graph first, the loss is taken on leaves, then each chunk runs again and is sent
               backward on its own (gradient caching): the same gradients, activations of one chunk at a time
 
-Unlike split micro-batches neither needs to know how the loss is reduced, nor that it separates over rows.
+Unlike split micro-batches neither needs to know how the loss is reduced, nor that it separates over rows. Labels may
+be among the inputs where the model's own loss can be taken of the whole batch's logits: causal models of transformers.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,29 +19,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_padmin.assemble import Assembler, OutputKind, map_tensors, tensors
+from lightning_padmin.causal_loss import CausalLoss
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import BatchError, ConfigError
-from lightning_padmin.fields import Axis
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.sequence import MicroBatch, MicroBatches
 
-OutputKind = Literal["position", "row", "flat", "drop"]
 NoSync = Callable[[], AbstractContextManager[Any]]
 _MODES = ("joint", "replay")
-# Outputs of transformers' models by name and number of dimensions; "flat" is (rows x positions, ...).
-_KNOWN: dict[tuple[str, int], OutputKind] = {
-    ("logits", 3): "position",
-    ("logits", 2): "row",
-    ("last_hidden_state", 3): "position",
-    ("encoder_last_hidden_state", 3): "position",
-    ("hidden_states", 3): "position",
-    ("pooler_output", 2): "row",
-    ("start_logits", 2): "position",
-    ("end_logits", 2): "position",
-    ("router_logits", 2): "flat",
-}
-_CACHES = ("cache", "past_key_values", "cache_params", "state", "rnn_state", "mems")
 
 
 class PaddedForward:
@@ -67,6 +53,7 @@ class PaddedForward:
     Example:
         >>> outputs = PaddedForward(model, PadMinConfig(token_budget=8192))(**inputs)
         >>> loss = any_loss(outputs.logits, labels)  # padding slots hold zeros
+        >>> loss = PaddedForward(causal_model, PadMinConfig(token_budget=8192))(**inputs, labels=labels).loss
     """
 
     def __init__(
@@ -92,12 +79,17 @@ class PaddedForward:
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Outputs of the model for the whole batch, in the batch's own layout; padding slots hold zeros.
 
+        With `labels` among the inputs of a causal model of transformers (and `num_items_in_batch`, if it divides by
+        that) the output has the model's own `loss` of the whole batch, its balance loss of experts included.
+
         Raises:
-            BatchError: inputs by position, labels among the inputs, outputs that cannot be put back, or (replay) a
-                call whose predecessor has not been sent backward.
+            BatchError: inputs by position, labels for a model whose loss cannot be taken of the outputs, outputs that
+                cannot be put back, or (replay) a call whose predecessor has not been sent backward.
             PadMinError: the batch cannot be planned.
         """
-        self._refuse(args, inputs)
+        self._refuse(args)
+        has_labels = inputs.get(self.config.labels_key) is not None
+        own_loss = CausalLoss.of(self.model, self.config, inputs) if has_labels else None
         if self._takes_use_cache:
             inputs.setdefault("use_cache", False)  # a cache of chunks belongs to no row of the batch
         batches = self._batcher.prepare(inputs)
@@ -108,14 +100,22 @@ class PaddedForward:
         for micro in batches:
             state = _RandomState.now() if replayed else None
             with self._unsynchronised(micro), torch.no_grad() if replayed else nullcontext():
-                result = self.model(**micro.batch)
+                result = self._run(micro)
             if state is not None:
                 leaves = _Leaves()
-                result = _map_tensors(result, leaves.make)
+                result = map_tensors(result, leaves.make)
                 pending.append(_Chunk(micro, leaves.tensors, state))
             results.append(result)
-        self._pending = pending  # only now: had a chunk raised, there would be nothing to send backward
-        return _Assembler(batches, self._outputs, inputs, self.model).join("", results)
+        outputs = Assembler(batches, self._outputs, inputs, self.model).join("", results)
+        if own_loss is not None:
+            outputs = own_loss.add(outputs, batches.table)
+        self._pending = pending  # only now: had anything raised, there would be nothing to send backward
+        return outputs
+
+    def _run(self, micro: MicroBatch) -> Any:
+        """Calls the model with one chunk; labels were there to be checked, their loss is that of the whole batch."""
+        key = self.config.labels_key
+        return self.model(**{name: value for name, value in micro.batch.items() if name != key or value is None})
 
     def backward_pending(self) -> None:
         """Replay: sends the gradients that the loss left on the outputs backward through the model, chunk by chunk.
@@ -135,7 +135,7 @@ class PaddedForward:
         with self._unsynchronised(chunk.micro), torch.enable_grad():
             chunk.state.restore()
             with chunk.state.autocast():
-                again = _tensors(self.model(**chunk.micro.batch))
+                again = tensors(self._run(chunk.micro))
             outputs, gradients = [], []
             for output, leaf in zip(again, chunk.leaves, strict=True):
                 if output.requires_grad:
@@ -147,14 +147,9 @@ class PaddedForward:
     def _unsynchronised(self, micro: MicroBatch) -> AbstractContextManager[Any]:
         return nullcontext() if micro.is_last or self.no_sync is None else self.no_sync()
 
-    def _refuse(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> None:
+    def _refuse(self, args: Sequence[Any]) -> None:
         if args:
             raise BatchError(f"PaddedForward got {len(args)} inputs by position: pass every input by its name")
-        if inputs.get(self.config.labels_key) is not None:
-            raise BatchError(
-                f"{self.config.labels_key!r} is among the inputs, so the model would take its loss chunk by chunk: "
-                "leave it out and take the loss of the outputs (model.loss_function for transformers' models)"
-            )
         if self._pending:
             raise BatchError("the last call was not sent backward: call backward_pending() after loss.backward()")
 
@@ -210,126 +205,6 @@ class _RandomState:
             for kind, dtype in self.casts:
                 stack.enter_context(torch.autocast(kind, dtype))
             yield
-
-
-class _Assembler:
-    """Puts the outputs of all chunks together in the layout of the batch."""
-
-    def __init__(
-        self, batches: MicroBatches, declared: Mapping[str, OutputKind], inputs: Mapping[str, Any], model: Any
-    ) -> None:
-        self._batches, self._declared, self._inputs, self._model = batches, declared, inputs, model
-        self._mask_key = batches.schema.mask
-        real = batches.slot_maps[: len(batches.plan)]
-        self._rows = [len(slots) for slots in real]
-        self._widths = [slots.widths[0] for slots in real]
-
-    def join(self, path: str, parts: Sequence[Any]) -> Any:
-        """One output from those of the chunks (dummies last)."""
-        first = parts[0]
-        if isinstance(first, Tensor):
-            return self._tensor(path, parts)
-        if isinstance(first, Mapping):
-            keys = [key for key in first if key not in _CACHES and key != "aux_loss"]
-            values = {key: self.join(str(key), [part[key] for part in parts]) for key in keys}
-            if "aux_loss" in first:
-                values["aux_loss"] = self._balance_loss(values.get("router_logits"))
-            return _like(first, values)
-        if isinstance(first, tuple | list):
-            joined = [self.join(path, [part[k] for part in parts]) for k in range(len(first))]
-            return type(first)(joined) if not hasattr(first, "_fields") else type(first)(*joined)
-        if first is None or all(part == first for part in parts):
-            return first
-        raise BatchError(
-            f"output {path!r} is {type(first).__name__}, which cannot be put together: outputs={{{path!r}: 'drop'}}"
-        )
-
-    def _tensor(self, path: str, parts: Sequence[Any]) -> Tensor | None:
-        kind = self._kind(path, parts)
-        if kind == "drop":
-            return None
-        if kind == "flat":
-            rows = [len(slots) for slots in self._batches.slot_maps]
-            shaped = [part.view(n, -1, *part.shape[1:]) for part, n in zip(parts, rows, strict=True)]
-            return self._with_dummies(self._batches.restore(shaped), parts).flatten(0, 1)
-        if kind == "row":
-            return self._with_dummies(self._batches.restore_rows(parts), parts)
-        return self._with_dummies(self._batches.restore(parts, axis=self._axis(path)), parts)
-
-    def _axis(self, path: str) -> Axis:
-        """Outputs of an encoder-decoder run along the decoder, but for those that are named the encoder's."""
-        decoder = len(self._batches.schema.widths) == 2 and not path.startswith("encoder_")
-        return "decoder" if decoder else "input"
-
-    def _with_dummies(self, joined: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Dummies stay in the graph: every rank must run as many backward passes as forward ones."""
-        for dummy in parts[len(self._batches.plan) :]:
-            if dummy.requires_grad:
-                joined = joined + dummy.sum() * 0
-        return joined
-
-    def _kind(self, path: str, parts: Sequence[Tensor]) -> OutputKind:
-        shapes = [tuple(part.shape) for part in parts[: len(self._rows)]]
-        kind = self._declared.get(path) or _KNOWN.get((path, parts[0].ndim)) or self._proven(shapes)
-        if kind is None:
-            chunks = list(zip(self._rows, self._widths, strict=True))
-            raise BatchError(
-                f"output {path!r} has shapes {shapes[:4]} in chunks of {chunks[:4]} (rows, width): say what it is, "
-                f"outputs={{{path!r}: 'position'}}, 'row', 'flat' or 'drop'"
-            )
-        return kind
-
-    def _proven(self, shapes: Sequence[tuple[int, ...]]) -> OutputKind | None:
-        """What shapes prove; nothing where chunks of one width let two readings agree."""
-        if any(not shape for shape in shapes):
-            return None
-        by_row = all(shape[0] == n for shape, n in zip(shapes, self._rows, strict=True))
-        follows = by_row and all(len(s) > 1 and s[1] == w for s, w in zip(shapes, self._widths, strict=True))
-        if follows:
-            return "position" if len(set(self._widths)) > 1 else None
-        if by_row and len({shape[1:] for shape in shapes}) == 1:
-            return "row"
-        return None
-
-    def _balance_loss(self, router_logits: Any) -> Tensor:
-        """The balance loss of the experts over the whole batch, by the model's own function.
-
-        It is not linear in the rows, so a mean over chunks would be another number.
-        """
-        for child in self._model.modules() if isinstance(self._model, nn.Module) else ():
-            function = getattr(sys.modules[type(child).__module__], "load_balancing_loss_func", None)
-            experts, top_k = getattr(child, "num_experts", None), getattr(child, "num_experts_per_tok", None)
-            if function is not None and router_logits is not None and experts and top_k:
-                loss: Tensor = function(router_logits, experts, top_k, self._inputs.get(self._mask_key))
-                return loss
-        raise BatchError(
-            "the model returned 'aux_loss' of each chunk, and the loss of the whole batch cannot be found from them: "
-            "set output_router_logits=False, or take that loss of the router logits yourself"
-        )
-
-
-def _like(mapping: Any, values: dict[Any, Any]) -> Any:
-    """A mapping of the same type; ModelOutput is an ordered dictionary and a dataclass that takes keywords."""
-    keywords = isinstance(mapping, OrderedDict) and hasattr(mapping, "__dataclass_fields__")
-    return type(mapping)(**values) if keywords else type(mapping)(values)
-
-
-def _map_tensors(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(node, Tensor):
-        return function(node)
-    if isinstance(node, Mapping):
-        values = {key: _map_tensors(value, function) for key, value in node.items() if key not in _CACHES}
-        return _like(node, values)
-    if isinstance(node, tuple | list):
-        values_ = [_map_tensors(value, function) for value in node]
-        return type(node)(values_) if not hasattr(node, "_fields") else type(node)(*values_)
-    return node
-
-
-def _tensors(node: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map_tensors(node, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
 
 
 def _takes(model: Any, name: str) -> bool:

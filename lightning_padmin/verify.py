@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.errors import BatchError, PadMinError
 from lightning_padmin.guards import inspect_model
+from lightning_padmin.isolation import NoDropout, untouched
 from lightning_padmin.microbatch import MicroBatcher, compact
 from lightning_padmin.sequence import MicroBatches
 from lightning_padmin.tree import iter_leaves
@@ -131,7 +129,7 @@ def verify_equivalence(
     config = as_config(config)
     dtype = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
     limit = TOLERANCES.get(dtype, 1e-3) if tolerance is None else tolerance
-    with _untouched(module), _NoDropout():
+    with untouched(module), NoDropout():
         batches = _prepare(batch, config)
         checks = []
         if forward is not None:
@@ -302,37 +300,3 @@ def _named_cause(check: Check, matching: str | None) -> Check:
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny))
-
-
-@contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Gradients, buffers and random state are put back afterwards, whatever happens."""
-    gradients = [(p, p.grad) for p in module.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            for p, gradient in gradients:
-                p.grad = gradient
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-
-
-class _NoDropout(TorchFunctionMode):
-    """Switches dropout off where it is called: `eval()` would do more, fused mixers take another path there."""
-
-    _PLAIN = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Dropout returns its input; attention runs with probability 0."""
-        kwargs = dict(kwargs or {})
-        if function in self._PLAIN:
-            return args[0] if args else kwargs["input"]
-        if function is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            elif "dropout_p" in kwargs:
-                kwargs["dropout_p"] = 0.0
-        return function(*args, **kwargs)

@@ -22,6 +22,8 @@ from lightning_padmin.fields import parse_field
 
 BAD: dict[str, list[Any]] = {
     "enabled": [1, "yes", None],
+    "mode": ["single", None, 1, ["split"]],
+    "check": [True, "on", None, "first batch"],
     "token_budget": [0, -5, 2.0, "8192", True, [8]],
     "loss_reduction": ["mean", None, 1, ["sum"], np.zeros(3), torch.zeros(3)],
     "normalize": ["world", None, np.array(["rank", "global"])],
@@ -43,6 +45,8 @@ BAD: dict[str, list[Any]] = {
 }
 GOOD: dict[str, list[Any]] = {
     "enabled": [False],
+    "mode": ["split", "joint", "replay", "auto"],
+    "check": ["off", "first-batch"],
     "token_budget": [1, None, np.int64(512), 2**40],
     "loss_reduction": ["row-mean", "sum", len],
     "normalize": ["global"],

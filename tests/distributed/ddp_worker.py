@@ -194,6 +194,63 @@ def one_rank_malformed() -> Any:
     return {"message": message, "forwards": len(module.shapes), "again": again}
 
 
+def checked() -> Any:
+    """The first-batch check: a wrong declaration that only rank 1's rows show, right ones, and an error in the step."""
+
+    def outcome(module: support.Module, lengths: Any, strategy: dict[str, Any] | None = None, **options: Any) -> Any:
+        before = support.flat_parameters(module)
+        try:
+            fit(module, batches(count=2, lengths=lengths), callback(**options), ddp=strategy)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", torch.equal(before, support.flat_parameters(module))
+        return "", len(module.gradients)
+
+    class Fails(support.Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if RANK == 1:
+                raise RuntimeError("no such thing")
+            return super().training_step(batch, batch_idx)
+
+    class Gathers(support.Module):
+        """A collective of the user's in the step: both ranks have to run it equally often."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss + 0 * self.all_gather(loss.detach()).sum()
+
+    one_tells = ([6] * 8, FIVE)
+    return {
+        "both": outcome(support.Module("row-mean"), (FIVE, ONE)),
+        "one_tells": outcome(support.Module("row-mean"), one_tells),
+        "sum": outcome(support.Module("sum"), (FIVE, ONE)),
+        "static_graph": outcome(support.Module("sum"), (FIVE, ONE), {"static_graph": True}),
+        "right": [
+            outcome(support.Module(how), (FIVE, ONE), loss_reduction=how) for how in ("token-mean", "row-mean", "sum")
+        ],
+        "fails": outcome(Fails(), (FIVE, ONE)),
+        "gathers": outcome(Gathers(), (FIVE, ONE)),
+        "one_row_on_one_rank": outcome(support.Module("row-mean"), (FIVE, [7])),
+    }
+
+
+def joint() -> Any:
+    """mode="joint" with a loss that couples rows: five chunks on rank 0, one on rank 1."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Coupled(support.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+            self.model = LlamaForCausalLM(LlamaConfig(vocab_size=support.VOCABULARY, **sizes))
+
+        def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            return torch.logsumexp(support.token_losses(logits, batch["labels"]).sum(1) / 10, 0)
+
+    return pair(Coupled, batches(count=4), {"mode": "joint"}, accumulate_grad_batches=2)
+
+
 def reductions() -> Any:
     """How often DistributedDataParallel reduces a bucket in one batch of five micro-batches."""
     calls = [0]

@@ -26,6 +26,8 @@ SCENARIOS = [
     "no_loss_on_one_rank",
     "global_mean",
     "one_rank_malformed",
+    "checked",
+    "joint",
     "reductions",
     "synchronised_logging",
     "variants",
@@ -164,6 +166,42 @@ def test_all_ranks_raise_when_one_batch_is_malformed(ranks: Ranks) -> None:
     for result in (first, second):
         assert result["forwards"] == 0
         assert worst(result["again"]) <= 1e-12
+
+
+@pytest.mark.parametrize("case", ["both", "one_tells", "sum", "static_graph"])
+def test_the_check_raises_on_both_ranks_with_one_message(ranks: Ranks, case: str) -> None:
+    first, second = (rank["checked"][case] for rank in ranks)
+    how = "row-mean" if case in ("both", "one_tells") else "sum"
+    assert first[0] == second[0]
+    assert first[0].startswith("GradientCheckError: first-batch check (rank ")
+    assert f"set loss_reduction='{how}'" in first[0]
+    assert "(rank 1)" in first[0] or case != "one_tells"
+    assert (first[1], second[1]) == (True, True), "parameters have changed"
+
+
+def test_the_check_passes_right_declarations_on_two_ranks(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["checked"]["right"] == [("", 2)] * 3
+        assert rank["checked"]["gathers"] == ("", 2)
+        # A rank with one row in each batch cannot be checked, and is not waited for.
+        assert rank["checked"]["one_row_on_one_rank"] == ("", 2)
+
+
+def test_joint_mode_with_a_loss_that_couples_rows(ranks: Ranks) -> None:
+    """In float32, since the model casts to it."""
+    for rank, chunks in zip(ranks, (20, 4), strict=True):
+        result = rank["joint"]
+        assert worst(result) <= 1e-5
+        assert support.relative(result["split"]["parameters"], result["plain"]["parameters"]) <= 1e-5
+        assert result["stats"]["micro_batches"] == chunks
+        assert result["logged"]["padmin/micro_batches"] == 24
+    assert torch.equal(*(rank["joint"]["split"]["parameters"] for rank in ranks))
+
+
+def test_an_error_in_the_checked_step_stops_both_ranks(ranks: Ranks) -> None:
+    first, second = (rank["checked"]["fails"][0] for rank in ranks)
+    assert first.startswith("PeerError: rank 1 refused its batch")
+    assert second.startswith("RuntimeError: no such thing")
 
 
 def test_gradients_are_reduced_once_per_batch(ranks: Ranks) -> None:

@@ -50,6 +50,8 @@ VALUES: dict[str, Any] = {
     "max_rows": 3,
     "launch_cost": 0,
     "method": "greedy",
+    "mode": "split",
+    "check": "off",
     "log_prefix": "",
     "log_reduce": {"rows": "sum"},
 }

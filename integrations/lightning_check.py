@@ -1,0 +1,100 @@
+"""The first-batch check inside of a Trainer."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from torch import nn
+
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.distributed import Exchange
+from lightning_padmin.errors import PadMinWarning
+from lightning_padmin.fields import Schema
+from lightning_padmin.gradient_check import check_gradients
+from lightning_padmin.integrations.lightning_loop import quiet_training_step
+from lightning_padmin.model_proxy import chunked
+from lightning_padmin.rows import RowTable
+
+_MOST_BATCHES = 100
+
+
+class FirstBatchCheck:
+    """Checks the first batch of a fit that can tell, and further ones as long as they could tell more.
+
+    Args:
+        trainer: the Trainer; its module's training_step is what is checked.
+        config: the declarations.
+        exchange: the collective.
+        models: for joint mode, the models whose calls are chunked.
+        corrects: whether it is known that rolling corrects what this architecture makes of left padding.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        config: PadMinConfig,
+        exchange: Exchange,
+        models: dict[str, nn.Module],
+        *,
+        corrects: bool = False,
+    ) -> None:
+        self._trainer, self._config, self._exchange = trainer, config, exchange
+        self._models, self._corrects = models, corrects
+        self._told, self._batches = False, 0
+        self.is_due = config.check == "first-batch"
+
+    def __call__(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
+        """Checks one batch; on all ranks or on none.
+
+        Args:
+            kwargs: what training_step is about to be called with, the batch first.
+            schema: the batch's schema.
+            table: its row table.
+
+        Raises:
+            GradientCheckError: training would change; on all ranks, with the same message.
+        """
+        self._batches += 1
+        with quiet_training_step(self._trainer, kwargs) as loss:
+            outcome = check_gradients(
+                loss,
+                kwargs["batch"],
+                schema,
+                table,
+                self._config,
+                self._trainer.lightning_module,
+                tolerance=_tolerance(self._trainer),
+                exchange=self._exchange,
+                joint=self._chunked if self._models else None,
+                more_than_told=self._told,
+            )
+        self.is_due = self._batches < _MOST_BATCHES and not (outcome is not None and outcome.final)
+        if outcome is None:
+            if not self.is_due and not self._told:
+                _say(f"none of the first {self._batches} batches has two rows that carry loss: not checked", False)
+        elif not self._told:
+            self._told = outcome.told
+            mode = "joint" if self._models else "split"
+            _say(f"mode {mode}: {outcome.words}", outcome.notable and not (outcome.told and self._corrects))
+
+    def _chunked(self) -> AbstractContextManager[Any]:
+        return chunked(self._models, replace(self._config, max_rows=1))  # at least two chunks
+
+
+def _tolerance(trainer: pl.Trainer) -> float | None:
+    """Mixed precision computes in another dtype than the parameters'."""
+    return None if trainer.precision.startswith(("32", "64")) else 0.1
+
+
+@rank_zero_only  # type: ignore[untyped-decorator]
+def _say(words: str, notable: bool) -> None:
+    if notable:
+        warnings.warn(words, PadMinWarning, stacklevel=2)
+    else:
+        rank_zero_info(f"PadMinCallback: {words}")

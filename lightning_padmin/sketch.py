@@ -1,0 +1,140 @@
+"""Gradients of a loss as small sketches, each gradient freed as soon as it is there.
+
+A sketch is linear, so sketches of micro-batches can be weighted and summed afterwards in every way that is to be
+tried. It is the count sketch of Charikar, Chen and Farach-Colton (2002) with coordinate i in bucket i mod m: within a
+bucket, coordinates are summed with independent random signs, so a difference anywhere shows in its bucket. Parameters
+of at most m entries keep every entry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_BUCKETS = 1024
+_ROWS_AT_ONCE = 8192  # of m entries each: a gradient in half precision is widened piece by piece
+
+Sketches = dict[str, Tensor]
+
+
+def sketch(tensor: Tensor, seed: int) -> Tensor:
+    """(min(n, m),) buckets of a tensor of n entries; in float32, or float64 for float64."""
+    flat = (tensor.to_dense() if tensor.is_sparse else tensor).detach().reshape(-1)
+    dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    buckets = min(_BUCKETS, flat.numel())
+    rows = math.ceil(flat.numel() / max(buckets, 1))
+    if rows <= 1:
+        return flat.to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    signs = (torch.randint(0, 2, (rows,), generator=generator) * 2 - 1).to(flat.device, dtype)
+    total = torch.zeros(buckets, dtype=dtype, device=flat.device)
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        piece = flat[start * buckets : (start + _ROWS_AT_ONCE) * buckets].to(dtype)
+        whole = len(piece) // buckets
+        total += signs[start : start + whole] @ piece[: whole * buckets].view(whole, buckets)
+        rest = piece[whole * buckets :]
+        if len(rest):
+            total[: len(rest)] += signs[start + whole] * rest
+    return total
+
+
+def sketched_gradients(loss: Callable[[], Tensor], module: nn.Module) -> Sketches:
+    """Sketch of the gradient of each trained parameter, by name; zeros where the loss does not reach it.
+
+    `.grad` is not touched and no accumulation hook runs (so a DistributedDataParallel around the module does not take
+    notice), but for models with re-entrant checkpointing, which only know `backward`.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    found: Sketches = {}
+
+    def hook(name: str, index: int) -> Callable[[Tensor], Tensor | None]:
+        def take(gradient: Tensor) -> Tensor | None:
+            found[name] = sketch(gradient, index)
+            # What autograd goes on with takes no memory.
+            return None if gradient.is_sparse else gradient.new_zeros(()).expand(gradient.shape)
+
+        return take
+
+    handles = [p.register_hook(hook(name, index)) for index, (name, p) in enumerate(named)]  # type: ignore[no-untyped-call]
+    try:
+        with torch.enable_grad():
+            _send_backward(loss, [p for _, p in named])
+    finally:
+        for handle in handles:
+            handle.remove()
+    dtypes = {torch.float64: torch.float64}
+    zeros = {
+        name: torch.zeros(min(_BUCKETS, p.numel()), dtype=dtypes.get(p.dtype, torch.float32), device=p.device)
+        for name, p in named
+        if name not in found
+    }
+    return found | zeros
+
+
+def _send_backward(loss: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
+    value = loss()
+    if not value.requires_grad:  # nothing that is trained takes part
+        return
+    try:
+        torch.autograd.grad(value, parameters, allow_unused=True)
+    except RuntimeError as error:
+        if "heckpoint" not in str(error):
+            raise
+        _accumulate(loss(), parameters)
+
+
+def _accumulate(value: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    before = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    handles = [p.register_post_accumulate_grad_hook(drop) for p in parameters]  # type: ignore[no-untyped-call]
+    try:
+        torch.autograd.backward(value)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for p, gradient in zip(parameters, before, strict=True):
+            p.grad = gradient
+
+
+def combine(parts: Sequence[Sketches], weights: Sequence[float]) -> Sketches:
+    """The weighted sum of sketches of the same parameters."""
+    pairs = list(zip(parts, weights, strict=True))
+    return {name: torch.stack([part[name] * weight for part, weight in pairs]).sum(0) for name in parts[0]}
+
+
+def difference(found: Sketches, wanted: Sketches) -> tuple[float, str]:
+    """Largest |found - wanted| / max |wanted| over all parameters, and the parameter where it is; nan stays nan.
+
+    One scale for all: some parameters have gradients that are zero but for rounding (key biases).
+    """
+    scale = largest(wanted) or 1.0
+    worst = {name: float((found[name] - wanted[name]).abs().max()) for name in wanted if wanted[name].numel()}
+    if not worst:
+        return 0.0, ""
+    name = max(worst, key=lambda each: math.inf if math.isnan(worst[each]) else worst[each])
+    return worst[name] / scale, name
+
+
+def largest(sketches: Mapping[str, Tensor]) -> float:
+    """The largest absolute value; nan if there is one."""
+    values = [float(each.abs().max()) for each in sketches.values() if each.numel()]
+    return math.nan if any(math.isnan(value) for value in values) else max(values, default=0.0)
+
+
+def best_weights(parts: Sequence[Sketches], wanted: Sketches) -> list[float]:
+    """Weights w, one for each part, for which the sum of w x part comes closest to `wanted` (least squares)."""
+    matrix = torch.stack([_joined(part) for part in parts], dim=1)
+    solution: Any = torch.linalg.lstsq(matrix, _joined(wanted)[:, None], driver="gelsd").solution
+    return [float(weight) for weight in solution[:, 0]]
+
+
+def _joined(sketches: Sketches) -> Tensor:
+    return torch.cat([sketches[name].double().cpu() for name in sorted(sketches)])

@@ -1,0 +1,154 @@
+"""Gradient sketches, and running a step without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections import Counter, deque
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_padmin.isolation import NoDropout, random_states, same_random_states, untouched
+from lightning_padmin.sketch import best_weights, combine, difference, largest, sketch, sketched_gradients
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (1024,), (1025,), (40, 60), (3, 2048), (9000, 1100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_sketch_sees_a_difference_anywhere(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    own = sketch(tensor, 3)
+    assert own.shape == (min(tensor.numel(), 1024),)
+    assert own.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for place in {0, tensor.numel() // 2, tensor.numel() - 1}:
+        other = tensor.clone()
+        other.view(-1)[place] += 8
+        moved = (sketch(other, 3) - own).abs()
+        exact = float(other.view(-1)[place].double() - tensor.view(-1)[place].double())
+        assert float(moved.max()) == pytest.approx(exact, rel=1e-3)
+        assert int((moved > 1e-3).sum()) == 1
+
+
+def test_a_sketch_is_linear_and_keeps_small_gradients_whole() -> None:
+    a, b = torch.randn(2, 70, 33, dtype=torch.float64)
+    torch.testing.assert_close(sketch(2 * a - 3 * b, 1), 2 * sketch(a, 1) - 3 * sketch(b, 1), rtol=1e-12, atol=1e-12)
+    small = torch.randn(30)
+    assert torch.equal(sketch(small, 1), small)
+
+
+def test_equal_columns_do_not_cancel() -> None:
+    """A gradient that is the same in every row, as of an embedding: random signs, not alternating ones."""
+    sizes = {float(sketch(torch.ones(64, 1024), seed).abs().max()) for seed in range(20)}
+    assert sum(size > 0 for size in sizes) >= len(sizes) - 1
+    assert len(sizes) > 3
+
+
+class Net(nn.Module):
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 40, sparse=sparse)
+        self.head = nn.Linear(40, 5)
+        self.unused = nn.Linear(2, 2)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embedding(ids)).square().mean()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_sketched_gradients_are_sketches_of_the_gradients(sparse: bool) -> None:
+    net, ids = Net(sparse), torch.tensor([[1, 2, 2], [4, 9, 1]])
+    found = sketched_gradients(lambda: net(ids), net)
+    assert all(p.grad is None for p in net.parameters())
+    assert not any(p._backward_hooks for p in net.parameters())
+    net(ids).backward()
+    named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    assert set(found) == {name for name, _ in named}
+    for index, (name, p) in enumerate(named):
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+        torch.testing.assert_close(found[name], sketch(gradient, index), rtol=1e-6, atol=1e-9)
+
+
+def test_a_loss_that_reaches_no_parameter_has_gradient_zero() -> None:
+    found = sketched_gradients(lambda: torch.ones(()), Net())
+    assert largest(found) == 0
+    assert difference(found, found) == (0.0, difference(found, found)[1])
+
+
+def test_weights_are_found_by_least_squares() -> None:
+    net = Net()
+    parts = [sketched_gradients(lambda k=k: net(torch.tensor([[k, k + 1]])), net) for k in (1, 7)]
+    whole = combine(parts, [0.3, 1.7])
+    assert best_weights(parts, whole) == pytest.approx([0.3, 1.7], rel=1e-5)
+    assert difference(combine(parts, [0.3, 1.7]), whole)[0] == 0
+    value, name = difference(combine(parts, [0.5, 1.7]), whole)
+    assert value > 0.01
+    assert name in dict(net.named_parameters())
+    parts[0]["head.bias"][0] = math.nan
+    assert math.isnan(difference(parts[0], whole)[0])
+    assert difference(parts[0], whole)[1] == "head.bias"
+
+
+def test_everything_is_put_back() -> None:
+    class Stateful(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(3))
+            self.norm = nn.BatchNorm1d(3)
+            self.numbers, self.last, self.names = [1], deque([1], maxlen=2), {"a"}
+            self.table, self.counts = {"x": {"y": [1]}}, Counter("aab")
+            self.kept = torch.zeros(2)
+            self.count = 0
+
+    net = Stateful()
+    numbers, mean = net.numbers, net.mean
+    net.head.weight.grad = gradient = torch.ones_like(net.head.weight)
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    before = random_states()
+    with contextlib.suppress(KeyError), untouched(net):
+        net(torch.tensor([[1]])).backward()
+        net.norm(torch.randn(4, 3))
+        net.mean += 1
+        net.register_buffer("mean", torch.ones(7))
+        net.numbers.append(2)
+        net.last.extend([5, 6])
+        net.names.add("b")
+        net.table["x"]["y"].append(2)
+        net.counts["c"] += 1
+        net.kept.add_(1)
+        net.kept = torch.ones(9)
+        net.count += 1
+        net.added = 1
+        random.random(), np.random.rand()
+        assert not same_random_states(before, random_states())
+        raise KeyError
+    assert same_random_states(before, random_states())
+    assert net.numbers is numbers
+    assert net.mean is mean
+    assert net.head.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(gradient))
+    assert (net.numbers, list(net.last), net.names, net.table) == ([1], [1], {"a"}, {"x": {"y": [1]}})
+    assert net.counts == Counter("aab")
+    assert not net.mean.any()
+    assert net.norm.num_batches_tracked == 0
+    assert net.kept.tolist() == [0, 0]
+    assert net.count == 0
+    assert not hasattr(net, "added")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dropout_is_off_in_training_mode(seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(4, 3, 8, 8)
+    layers = [nn.Dropout(0.5), nn.Dropout1d(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5)]
+    query = torch.randn(1, 2, 5, 4)
+    with NoDropout():
+        for layer in layers:
+            assert torch.equal(layer(x), x)
+        attention = nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=0.9)
+    torch.testing.assert_close(attention, nn.functional.scaled_dot_product_attention(query, query, query))
+    assert not torch.equal(layers[0](x), x)

@@ -1,0 +1,338 @@
+"""The first-batch check: what it refuses, what it names, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+import torch
+import torchmetrics
+from lightning.pytorch.loggers import CSVLogger
+from support import LENGTHS, Module, fit, make_batch, padmin, ragged_batches, token_losses
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_padmin.errors import GradientCheckError, PadMinWarning
+
+REDUCTIONS = ("token-mean", "row-mean", "sum")
+
+
+def fails(module: Module, batches: list[Any], match: str, **options: Any) -> None:
+    """The fit is refused before anything is trained, and the Trainer's own loop is back."""
+    before, callback = support.flat_parameters(module), padmin(**options)
+    trainer = support.quiet_trainer(callback)
+    stock = trainer.fit_loop.epoch_loop.automatic_optimization
+    with pytest.raises(GradientCheckError, match=match) as caught:
+        trainer.fit(module, support.loader(batches))
+    assert "first-batch check" in str(caught.value)
+    assert torch.equal(support.flat_parameters(module), before)
+    assert trainer.fit_loop.epoch_loop.automatic_optimization is stock
+    assert all(p.grad is None for p in module.parameters())
+    assert module.shapes == []
+
+
+class Step(Module):
+    """A module whose loss is a function of (losses (B, L-1), batch)."""
+
+    def __init__(self, loss: Callable[[Tensor, dict[str, Tensor]], Tensor], **options: Any) -> None:
+        super().__init__(**options)
+        self.function = loss
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.function(token_losses(self.model(batch["input_ids"]), batch["labels"]), batch)
+
+
+# What it finds
+
+
+@pytest.mark.parametrize("how", REDUCTIONS)
+@pytest.mark.parametrize("declared", REDUCTIONS)
+def test_a_wrong_reduction_is_refused_and_the_right_one_named(how: str, declared: str) -> None:
+    if how == declared:
+        module = Module(how)
+        fit(module, ragged_batches(1), padmin(loss_reduction=declared))
+        assert len(module.gradients) == 1
+    else:
+        fails(Module(how), ragged_batches(1), f"set loss_reduction='{how}'", loss_reduction=declared)
+
+
+@pytest.mark.parametrize("how", REDUCTIONS)
+def test_single_precision_tells_them_apart_too(how: str) -> None:
+    wrong = "row-mean" if how == "token-mean" else "token-mean"
+    module = Module(how, dtype=torch.float32)
+    fit(module, ragged_batches(1), padmin(loss_reduction=how))
+    fails(Module(how, dtype=torch.float32), ragged_batches(1), f"set loss_reduction='{how}'", loss_reduction=wrong)
+
+
+def test_mixed_precision() -> None:
+    fit(Module(dtype=torch.float32), ragged_batches(1), padmin(), precision="bf16-mixed")
+    with pytest.raises(GradientCheckError, match="set loss_reduction='token-mean'"):
+        fit(Module(dtype=torch.float32), ragged_batches(1), padmin(loss_reduction="sum"), precision="bf16-mixed")
+
+
+def test_a_wrong_shift_is_named() -> None:
+    """Labels that line up with the logits: one more target in each row, so other shares."""
+
+    def unshifted(batch: dict[str, Tensor], model: nn.Module) -> Tensor:
+        logits = model(batch["input_ids"])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+    class Unshifted(Module):
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            return unshifted(batch, self.model)
+
+    batches = ragged_batches(1, prompt=0)
+    fit(Unshifted(), batches, padmin(label_shift=0))
+    fails(Unshifted(), batches, "set label_shift=0")
+
+
+def test_labels_made_in_the_step_are_named() -> None:
+    """The step trains every attended token, the labels of the batch say otherwise."""
+
+    class OwnLabels(Module):
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+            return support.reduce_loss(token_losses(self.model(batch["input_ids"]), labels), labels, "token-mean")
+
+    batches = [make_batch(LENGTHS)]
+    batches[0]["labels"][:, 1::2] = -100
+    batches[0]["labels"][:3, 2:10] = -100
+    fails(OwnLabels(), batches, "loss_reduction='token-mean', loss_mask_key='attention_mask'")
+
+
+def test_other_weights_of_rows_are_recognised() -> None:
+    def by_importance(losses: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (losses.sum(1) * batch["importance"]).sum() / batch["importance"].sum()
+
+    batches = [make_batch(LENGTHS) | {"importance": torch.tensor([5.0, 1, 7, 1, 1, 3, 1, 1, 2, 9]).double()}]
+    fails(Step(by_importance), batches, "weighs rows in another way .* loss_reduction=function")
+    fit(Step(by_importance), batches, padmin(loss_reduction=lambda batch: batch["importance"]))
+
+
+COUPLED: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {
+    "weights by a softmax over rows": lambda losses, batch: torch.logsumexp(losses.sum(1), 0),
+    "negatives of the other rows": lambda losses, batch: nn.functional.cross_entropy(
+        losses[:, :1] - losses[:, :1].T, torch.arange(len(losses))
+    ),
+    "top quantile of tokens": lambda losses, batch: losses[losses >= losses.flatten().quantile(0.8)].mean(),
+    "variance over rows": lambda losses, batch: losses.sum(1).var(),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("declared", REDUCTIONS)
+def test_losses_that_couple_rows_are_refused(name: str, declared: str) -> None:
+    fails(Step(COUPLED[name]), ragged_batches(1), "couples rows.* mode='joint'", loss_reduction=declared)
+
+
+def test_a_model_that_reads_padding_is_refused() -> None:
+    """A mean over all columns, padding included, depends on the width of the batch."""
+
+    class Pools(Module):
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            pooled = self.model.embedding(batch["input_ids"]).mean(1)
+            return nn.functional.cross_entropy(self.model.head(pooled), batch["target"])
+
+    batch = make_batch(LENGTHS) | {"target": torch.arange(10)}
+    del batch["labels"]
+    fails(Pools(), [batch], "couples rows .* or reads padding", loss_reduction="row-mean")
+
+
+def test_prompts_that_the_mask_leaves_out_are_noticed() -> None:
+    """The mask marks completions only: the roll would drop every prompt."""
+    batch = make_batch([24, 20, 12, 12, 8, 8], prompt=5)
+    batch["attention_mask"][:, :4] = 0
+    fails(Module(), [batch], "leave out prompts, not padding.*mask_key")
+
+
+# When it runs
+
+
+def test_rows_of_one_length_do_not_tell_and_a_later_batch_does() -> None:
+    class Counts(Module):
+        forwards = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            type(self).forwards += 1
+            return super().training_step(batch, batch_idx)
+
+    same, ragged = make_batch([6] * 8), make_batch(LENGTHS)
+    module, callback = Counts("row-mean"), padmin(loss_reduction="token-mean")
+    with pytest.raises(GradientCheckError, match="set loss_reduction='row-mean'"):
+        fit(module, [same, same, ragged], callback)
+    assert len(module.gradients) == 2  # of the batches where both are the same
+    # Two times two micro-batches, and three passes for each of the two checks that ran (un-split and two halves).
+    assert Counts.forwards == 4 + 3 + 3
+
+
+def test_batches_of_one_row_are_not_checked_and_not_in_the_way() -> None:
+    module = Module()
+    fit(module, [make_batch([n]) for n in (5, 9, 4)], padmin())
+    assert len(module.gradients) == 3
+
+
+def test_few_rows_run_and_within_the_budget() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    class Watches(Module):
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            shapes.append(tuple(batch["input_ids"].shape))
+            return super().loss(batch)
+
+    budget = 60
+    fit(Watches(), [make_batch(LENGTHS, width=40)], padmin(token_budget=budget))
+    assert shapes[:3] == [(4, 12), (2, 12), (2, 3)]
+    assert max(rows * width for rows, width in shapes) <= budget
+
+
+def test_off_is_off() -> None:
+    module = Module("row-mean")
+    fit(module, ragged_batches(1), padmin(check="off"))
+    assert len(module.shapes) == 5
+
+
+def test_what_the_step_raises_comes_through() -> None:
+    class Fails(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("no such thing")
+
+    with pytest.raises(RuntimeError, match="no such thing") as caught:
+        fit(Fails(), ragged_batches(1), padmin())
+    assert any("first-batch check" in note and "check='off'" in note for note in caught.value.__notes__)
+
+
+def test_a_step_that_draws_random_numbers_cannot_be_told() -> None:
+    class Noise(Module):
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            losses = token_losses(self.model(batch["input_ids"]), batch["labels"])
+            return super().loss(batch) + (losses * torch.rand_like(losses)).sum()
+
+    module = Noise("row-mean")
+    with pytest.warns(PadMinWarning, match="draws random numbers outside of dropout"):
+        fit(module, ragged_batches(1), padmin())
+    assert len(module.gradients) == 1
+
+
+# What it leaves
+
+
+class Remembers(Module):
+    """Everything that a step may write into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("ema", torch.zeros(12, dtype=torch.float64))
+        self.seen, self.log_of_losses, self.by_name = 0, [], {"nested": [1]}
+        self.metric = torchmetrics.MeanMetric()
+        self.plain = torch.zeros(2, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.dropout(self.model.rnn(self.model.embedding(batch["input_ids"]))[0])
+        self.ema.mul_(0.9).add_(hidden.detach().mean((0, 1)), alpha=0.1)
+        loss = support.reduce_loss(
+            token_losses(self.model.head(hidden), batch["labels"]), batch["labels"], "token-mean"
+        )
+        self.seen += 1
+        self.log_of_losses.append(float(loss))
+        self.by_name["nested"].append(float(loss))
+        self.by_name[f"step {self.seen}"] = 1
+        self.plain[0] += 1
+        self.draws = (random.random(), float(np.random.rand()))
+        self.metric.update(loss.detach())
+        self.log("loss", loss)
+        self.log("metric", self.metric)
+        return loss
+
+
+def test_training_is_the_same_with_and_without_the_check(tmp_path: Path) -> None:
+    """Parameters, buffers, attributes, metrics, random numbers and what loggers got, to the bit."""
+    kept = []
+    for check in ("first-batch", "off"):
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)
+        module, logger = Remembers(), CSVLogger(tmp_path, name=check)
+        trainer = fit(module, ragged_batches(4), padmin(check=check), logger=logger, log_every_n_steps=1)
+        kept.append(
+            {
+                "parameters": support.flat_parameters(module),
+                "ema": module.ema,
+                "plain": module.plain,
+                "draws": (module.draws, random.random(), float(np.random.rand()), float(torch.rand(()))),
+                "metric": module.metric.compute(),
+                "logged": {key: float(value) for key, value in trainer.callback_metrics.items()},
+                "state": [module.seen, module.log_of_losses, module.by_name["nested"], len(module.by_name)],
+                "file": (Path(logger.log_dir) / "metrics.csv").read_text(),
+            }
+        )
+    assert kept[0].pop("file") == kept[1].pop("file")
+    torch.testing.assert_close(kept[0], kept[1], rtol=0, atol=0, equal_nan=True)
+    assert kept[0]["state"][0] == 20
+
+
+def test_the_state_of_a_refused_fit_is_as_before() -> None:
+    class Wrong(Remembers):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * 3  # still a token mean
+
+    module = Wrong()
+    with pytest.raises(GradientCheckError, match="set loss_reduction='token-mean'"):
+        fit(module, ragged_batches(1), padmin(loss_reduction="sum"))
+    assert (module.seen, module.log_of_losses, module.by_name) == (0, [], {"nested": [1]})
+    assert not hasattr(module, "draws")
+    assert not module.ema.any()
+
+
+# Models that need care
+
+
+def test_reentrant_checkpointing_is_checked_too() -> None:
+    class Checkpointed(Module):
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            hidden = self.model.embedding(batch["input_ids"])
+            hidden = checkpoint(lambda x: self.model.rnn(x)[0], hidden, use_reentrant=True)
+            losses = token_losses(self.model.head(hidden), batch["labels"])
+            return support.reduce_loss(losses, batch["labels"], self.how)
+
+    fit(Checkpointed(), ragged_batches(1), padmin())
+    fails(Checkpointed("row-mean"), ragged_batches(1), "set loss_reduction='row-mean'")
+
+
+def test_frozen_and_unused_parameters() -> None:
+    class Partly(Module):
+        def __init__(self, how: str) -> None:
+            super().__init__(how)
+            self.unused = nn.Linear(3, 3)
+            self.model.embedding.weight.requires_grad_(False)
+
+    fit(Partly("token-mean"), ragged_batches(1), padmin())
+    fails(Partly("row-mean"), ragged_batches(1), "set loss_reduction='row-mean'")
+
+
+def test_hooks_of_the_user_on_gradients_are_heeded() -> None:
+    module = Module()
+    calls = []
+    module.model.head.weight.register_hook(lambda grad: calls.append(1) or grad * 2)
+    fit(module, ragged_batches(1), padmin())
+    assert len(calls) == 3 + 5
+
+
+def test_gradients_that_wait_for_their_step_are_kept() -> None:
+    pair = support.fit_pair(partial(Module), ragged_batches(4), accumulate_grad_batches=2)
+    assert pair.gradient <= 1e-12
+
+
+def test_the_tokens_of_a_row_that_is_over_the_budget() -> None:
+    batches = [make_batch([60, 3, 50, 2])]
+    with pytest.warns(PadMinWarning, match="exceed token_budget"):
+        fit(Module(), batches, padmin())
+    with (
+        pytest.warns(PadMinWarning, match="exceed token_budget"),
+        pytest.raises(GradientCheckError, match="loss_reduction='row-mean'"),
+    ):
+        fit(Module("row-mean"), batches, padmin())

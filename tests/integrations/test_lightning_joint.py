@@ -1,0 +1,252 @@
+"""mode="joint": losses that couple rows, inside of a Trainer, against the same Trainer without the callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import support
+import torch
+from architectures import zoo
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support import BUDGET, LENGTHS, Module, fit, make_batch, padmin, ragged_batches, relative, token_losses
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, MixtralConfig, MixtralForCausalLM
+
+from lightning_padmin.errors import GradientCheckError, SchemaError
+
+SIZES = {
+    "vocab_size": support.VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "attn_implementation": "eager",
+}
+EXACT = 1e-12
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Models of transformers cast to float32 by name; in here that name means float64, so that bounds are tight."""
+    with zoo.quiet(), zoo.default_dtype(torch.float64), zoo.upcasts_to(torch.float64):
+        yield
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).double()
+
+
+def mixtral(coefficient: float = 1.0) -> nn.Module:
+    torch.manual_seed(1)
+    options = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    config = MixtralConfig(**SIZES, **options, router_aux_loss_coef=coefficient, experts_implementation="eager")
+    return MixtralForCausalLM(config).double()
+
+
+class Coupled(Module):
+    """A model of transformers, and a loss of the logits of the whole batch."""
+
+    def __init__(self, loss: Loss, make: Callable[[], nn.Module] = llama) -> None:
+        super().__init__()
+        self.model, self.function = make(), loss
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        outputs = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        return self.function(outputs.logits, batch["labels"])
+
+
+class OwnLoss(Module):
+    """The loss that the model itself makes of labels."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.model = make()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch).loss
+
+
+def softmax_over_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.logsumexp(token_losses(logits, labels).sum(1) / 10, 0)
+
+
+def top_quantile(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = token_losses(logits, labels)[labels[:, 1:] != -100]
+    return losses[losses >= losses.detach().quantile(0.8)].mean()
+
+
+def in_batch_negatives(logits: Tensor, labels: Tensor) -> Tensor:
+    summary = (logits[:, :-1] * (labels[:, 1:] != -100).unsqueeze(-1)).sum(1)
+    return nn.functional.cross_entropy(summary @ summary.T.detach().roll(1, 0) / 50, torch.arange(len(logits)))
+
+
+def worst(a: Module, b: Module) -> float:
+    assert len(a.gradients) == len(b.gradients) > 0
+    return max(relative(x, y) for x, y in zip(a.gradients, b.gradients, strict=True))
+
+
+@pytest.mark.parametrize("loss", [softmax_over_rows, top_quantile, in_batch_negatives])
+def test_coupled_losses_are_exact_in_joint_mode_and_far_off_split(loss: Loss) -> None:
+    batches = ragged_batches(4)
+    stock, joint, split, callback = Coupled(loss), Coupled(loss), Coupled(loss), padmin(mode="joint")
+    fit(stock, batches, accumulate_grad_batches=2)
+    fit(joint, batches, callback, accumulate_grad_batches=2)
+    fit(split, batches, padmin(check="off"), accumulate_grad_batches=2)
+    assert worst(joint, stock) <= EXACT
+    assert worst(split, stock) > 1e-2
+    torch.testing.assert_close(joint.losses, stock.losses, rtol=1e-12, atol=0)
+    assert joint.shapes == stock.shapes == [(10, 24)] * 4
+    assert callback.stats.micro_batches == 20
+    assert callback.stats.slots < 0.6 * callback.stats.slots_before
+    assert (callback.stats.batches, callback.stats.rows) == (4, 40)
+    assert callback.stats.loss_tokens == 4 * (sum(LENGTHS) - len(LENGTHS))
+
+
+def test_the_balance_loss_of_experts() -> None:
+    """Taken by the model itself, of labels: exact jointly, refused split, and far off where that is forced."""
+    batches = ragged_batches(2)
+    stock, joint = OwnLoss(mixtral), OwnLoss(mixtral)
+    fit(stock, batches)
+    fit(joint, batches, padmin(mode="joint"))
+    assert worst(joint, stock) <= EXACT
+    for mode in ("auto", "split"):
+        with pytest.raises(MisconfigurationException, match=r"balance loss.*mode='joint'"):
+            fit(OwnLoss(mixtral), batches, padmin(mode=mode))
+    split = OwnLoss(mixtral)
+    split.model.config.router_aux_loss_coef, kept = 0.0, 1.0  # the guard reads this, the model its own copy
+    assert split.model.router_aux_loss_coef == kept
+    with pytest.raises(GradientCheckError, match="couples rows"):
+        fit(split, batches, padmin())
+    fit(split, batches, padmin(check="off"))
+    assert worst(split, stock) > 1e-2
+
+
+def test_left_padding_is_rolled_inside() -> None:
+    """Against the same rows padded on the right."""
+    right = [make_batch(LENGTHS, seed=3)]
+    left = [make_batch(LENGTHS, seed=3, left=[24 - n for n in LENGTHS], width=24)]
+    a, b = OwnLoss(llama), OwnLoss(llama)
+    fit(a, right)
+    fit(b, left, padmin(mode="joint"))
+    assert worst(b, a) <= EXACT
+
+
+def test_positional_inputs_and_two_calls_in_one_step() -> None:
+    class Twice(Coupled):
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            first = self.model(batch["input_ids"], batch["attention_mask"]).logits
+            with torch.no_grad():
+                again = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            assert torch.equal(first, again)
+            return self.function(first, batch["labels"])
+
+    stock, joint, callback = Twice(top_quantile), Twice(top_quantile), padmin(mode="joint")
+    fit(stock, ragged_batches(2))
+    fit(joint, ragged_batches(2), callback)
+    assert worst(joint, stock) <= EXACT
+    assert (callback.stats.batches, callback.stats.rows, callback.stats.micro_batches) == (2, 20, 20)
+    assert callback.stats.slots_before == 2 * 2 * 240
+
+
+def test_two_models_in_one_module() -> None:
+    class Pair(Coupled):
+        def __init__(self) -> None:
+            super().__init__(top_quantile)
+            self.other = nn.ModuleDict({"encoder": LlamaModel(LlamaConfig(**SIZES)).double()})
+
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+            hidden = self.other["encoder"](**inputs).last_hidden_state
+            return super().loss(batch) + hidden[batch["attention_mask"].bool()].std()
+
+    torch.manual_seed(0)
+    stock = Pair()
+    joint, callback = Pair(), padmin(mode="joint")
+    joint.load_state_dict(stock.state_dict())
+    fit(stock, ragged_batches(2))
+    fit(joint, ragged_batches(2), callback)
+    assert worst(joint, stock) <= EXACT
+    assert callback.stats.micro_batches == 20
+
+
+def test_validation_runs_the_model_as_it_is() -> None:
+    calls: list[tuple[int, ...]] = []
+
+    class Validates(Coupled):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            embedding = self.model.get_input_embeddings()
+            handle = embedding.register_forward_hook(lambda module, inputs, output: calls.append(inputs[0].shape))
+            self.loss(batch)
+            handle.remove()
+
+    module = Validates(top_quantile)
+    trainer = support.quiet_trainer(padmin(mode="joint"))
+    trainer.fit(module, support.loader(ragged_batches(1)), support.loader(ragged_batches(1)))
+    assert set(calls) == {(10, 24)}
+    assert "forward" not in vars(module.model)
+
+
+def test_an_error_in_the_step_leaves_the_model_as_it_was() -> None:
+    class Fails(Coupled):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.loss(batch)
+            raise RuntimeError("no such thing")
+
+    module = Fails(top_quantile)
+    with pytest.raises(RuntimeError, match="no such thing"):
+        fit(module, ragged_batches(1), padmin(mode="joint"))
+    assert "forward" not in vars(module.model)
+
+
+def test_generation_inside_of_a_step_is_left_alone() -> None:
+    class Generates(Coupled):
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            with torch.no_grad():
+                inputs = {key: batch[key][:, :4] for key in ("input_ids", "attention_mask")}
+                inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+                tokens = self.model.generate(**inputs, max_new_tokens=3, do_sample=False)
+            assert tokens.shape == (len(batch["input_ids"]), 7)
+            return super().loss(batch)
+
+    stock, joint = Generates(top_quantile), Generates(top_quantile)
+    for module in (stock, joint):
+        module.model.generation_config.pad_token_id = 0
+    fit(stock, ragged_batches(1))
+    fit(joint, ragged_batches(1), padmin(mode="joint"))
+    assert worst(joint, stock) <= EXACT
+
+
+# What is refused
+
+
+def test_a_model_that_is_none_of_transformers() -> None:
+    with pytest.raises(MisconfigurationException, match=r"lightning_padmin\.PaddedForward in training_step"):
+        fit(Module(), ragged_batches(1), padmin(mode="joint"))
+
+
+def test_replay() -> None:
+    with pytest.raises(MisconfigurationException, match=r"mode='joint', or lightning_padmin\.PaddedForward"):
+        fit(Coupled(top_quantile), ragged_batches(1), padmin(mode="replay"))
+
+
+def test_a_call_without_a_mask() -> None:
+    class Unmasked(Coupled):
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.function(self.model(input_ids=batch["input_ids"]).logits, batch["labels"])
+
+    with pytest.raises(SchemaError, match="attention_mask"):
+        fit(Unmasked(top_quantile), ragged_batches(1), padmin(mode="joint"))
+
+
+def test_a_loss_of_padding_slots_is_found_by_the_check() -> None:
+    """Padding slots of the outputs hold zeros, so a loss that reads them is another one."""
+    module = Coupled(lambda logits, labels: logits.square().mean())
+    with pytest.raises(GradientCheckError, match="joint gradients"):
+        fit(module, [make_batch(LENGTHS)], padmin(mode="joint"))
+    assert module.gradients == []
+    assert BUDGET == 24
