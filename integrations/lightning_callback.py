@@ -15,15 +15,19 @@ except ImportError as error:
 
 import numpy as np
 import torch
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lightning_padmin.config import (
     LogReduction,
@@ -35,7 +39,7 @@ from lightning_padmin.config import (
 )
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone, exchange_at_end
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.guards import inspect_model
+from lightning_padmin.guards import batch_statistics, inspect_model, is_encoder_decoder
 from lightning_padmin.integrations import lightning_loop
 from lightning_padmin.integrations.lightning_check import FirstBatchCheck
 from lightning_padmin.integrations.lightning_loop import JointOptimization, SplitOptimization
@@ -135,7 +139,7 @@ class PadMinCallback(pl.Callback):
             )
         # What the loss is reduced to is nobody's concern where the loss sees whole batches.
         config = replace(self.config, loss_reduction="row-mean", normalize="rank") if joint else self.config
-        self._batcher = MicroBatcher(config, exchange=self._exchange, encoder_decoder=_is_encoder_decoder(pl_module))
+        self._batcher = MicroBatcher(config, exchange=self._exchange, encoder_decoder=is_encoder_decoder(pl_module))
         self._check = FirstBatchCheck(trainer, config, self._exchange, models, corrects=corrects)
         self._since_log = PaddingStats()
         self._restore = lightning_loop.install(
@@ -157,20 +161,22 @@ class PadMinCallback(pl.Callback):
     ) -> None:
         """Refuses batch normalization in training mode, which hooks and other callbacks switch at any time."""
         if self.config.enabled:
-            _refuse_batch_norm(pl_module)
+            wrong = batch_statistics(pl_module)
+            if wrong is not None:
+                raise MisconfigurationException(wrong)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Writes the metrics of the batches since the last time, at Lightning's own logging steps."""
         if self.config.enabled and lightning_loop.is_logging_step(trainer):
-            self._log(trainer, lightning_loop.logging_step(trainer), self._exchange(self._since_log.as_counts()))
+            self._log(trainer, lightning_loop.logging_step(trainer), self._exchange(self._counts_to_log(trainer)))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes what has not been written yet, so that short runs have metrics too."""
         if self.config.enabled and self._since_log.batches:
             gather = exchange_at_end if trainer.world_size > 1 else exchange_alone
-            counts = gather(self._since_log.as_counts())
+            counts = gather(self._counts_to_log(trainer))
             if counts is None:
                 rank_zero_warn(
                     "not all ranks came to the end of training together, so the padding metrics since the last logging "
@@ -236,6 +242,11 @@ class PadMinCallback(pl.Callback):
     def _progress(self, index: int, count: int) -> None:
         self.micro_index, self.micro_count = index, count
 
+    def _counts_to_log(self, trainer: pl.Trainer) -> list[int]:
+        """Ranks of one tensor-parallel group share a batch, which counts once."""
+        own = self._since_log if lightning_loop.has_own_batch(trainer) else PaddingStats()
+        return own.as_counts()
+
     def _log(self, trainer: pl.Trainer, step: int, counts: NDArray[np.int64]) -> None:
         """Merges the (world, n) counts of all ranks, then takes the ratios."""
         merged = PaddingStats.merge_ranks(counts)
@@ -289,10 +300,11 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: s
             "mode='joint', or lightning_padmin.PaddedForward(model, config, mode='replay') in your own loop"
         )
     strategy = trainer.strategy
-    known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
-    if not known:
+    known = SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy
+    if not isinstance(strategy, known) or isinstance(strategy, DeepSpeedStrategy):
         raise MisconfigurationException(
-            f"PadMinCallback does not support {type(strategy).__name__} yet: use one device or strategy='ddp'"
+            f"PadMinCallback does not support {type(strategy).__name__}: use one device, 'ddp', FSDPStrategy or "
+            "ModelParallelStrategy (FSDP2)"
         )
 
 
@@ -316,21 +328,3 @@ def _refuse_combined_loaders(trainer: pl.Trainer) -> None:
             f"the training loader is a {type(loader).__name__} of several loaders, and a batch of batches cannot be "
             "planned as one: use one loader (a ConcatDataset, say), or PadMinCallback(enabled=False)"
         )
-
-
-def _refuse_batch_norm(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        batch_norm = isinstance(child, _BatchNorm) and (child.training or child.running_mean is None)
-        counting = isinstance(child, _NormBase) and child.training and child.track_running_stats
-        if batch_norm or counting or (isinstance(child, _SpectralNorm) and child.training):
-            mode = "in training mode" if child.training else "without running statistics"
-            raise MisconfigurationException(
-                f"{name} is a {type(child).__name__} {mode}: what it does depends on which rows run together, or how "
-                "often it runs, so a split batch trains something else. Put it in eval mode (with running statistics), "
-                "replace it (LayerNorm), or use PadMinCallback(enabled=False)"
-            )
-
-
-def _is_encoder_decoder(module: nn.Module) -> bool:
-    configs = (getattr(child, "config", None) for child in module.modules())
-    return any(getattr(config, "is_encoder_decoder", False) is True for config in configs)

@@ -17,7 +17,7 @@ from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import PadMinWarning
 from lightning_padmin.fields import Schema
 from lightning_padmin.gradient_check import check_gradients
-from lightning_padmin.integrations.lightning_loop import quiet_training_step
+from lightning_padmin.integrations.lightning_loop import is_sharded, quiet_training_step
 from lightning_padmin.model_proxy import chunked
 from lightning_padmin.rows import RowTable
 
@@ -73,6 +73,7 @@ class FirstBatchCheck:
                 exchange=self._exchange,
                 joint=self._chunked if self._models else None,
                 more_than_told=self._told,
+                is_sharded=is_sharded(self._trainer),
             )
         self.is_due = self._batches < _MOST_BATCHES and not (outcome is not None and outcome.final)
         if outcome is None:

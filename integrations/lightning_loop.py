@@ -7,22 +7,25 @@ and checkpoints are those of the stock loop, and taking it out again is one assi
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops import utilities
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_padmin.assemble import tensors
 from lightning_padmin.integrations.lightning_merge import LogRecorder, MetricGuard, merge_outputs
 from lightning_padmin.microbatch import MicroBatches
 
@@ -165,6 +168,8 @@ class _SplitClosure(Closure):
             stack.enter_context(utilities._block_parallel_sync_behavior(trainer.strategy, block=block))
             if micro.is_dummy:
                 stack.enter_context(MetricGuard(trainer.lightning_module))
+            if is_sharded(trainer) and not self._micro_batches.table.has_loss:
+                stack.enter_context(_zero_for_undefined_loss(trainer.lightning_module))
             result = loop._training_step(OrderedDict(self._kwargs, batch=micro.batch))
             if k == 0 and self._zero_grad_fn is not None:
                 self._zero_grad_fn()
@@ -204,6 +209,50 @@ class _SplitClosure(Closure):
         return merged
 
 
+@contextmanager
+def _zero_for_undefined_loss(module: LightningModule) -> Iterator[None]:
+    """Lets training_step return 0 in place of 0/0, a mean over no tokens, whose derivative is not finite either.
+
+    For sharded parameters: they are gathered for the backward pass when a gradient reaches what modules have returned,
+    the loss of the outermost one included. So zeros start at what the module's children return.
+    """
+    found: list[Tensor] = []
+
+    def collect(child: torch.nn.Module, arguments: Any, output: Any) -> None:
+        found.extend(leaf for leaf in tensors(output) if leaf.requires_grad and torch.isfinite(leaf).all())
+
+    original = module.training_step
+
+    @functools.wraps(original)
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None or torch.isfinite(loss) or not found:
+            return output
+        zero = torch.stack([(each * 0).sum().to(loss) for each in found]).sum()
+        return {**output, "loss": zero} if isinstance(output, Mapping) else zero
+
+    handles = [child.register_forward_hook(collect) for child in _callable_children(module)]
+    own = vars(module).get("training_step")
+    module.training_step = training_step
+    try:
+        yield
+    finally:
+        del module.training_step
+        if own is not None:
+            module.training_step = own
+        for handle in handles:
+            handle.remove()
+
+
+def _callable_children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):  # nobody calls these
+            yield from _callable_children(child)
+        else:
+            yield child
+
+
 def _detached(value: Any) -> Any:
     """What is kept until the other micro-batches have run must not keep activations alive."""
     return value.detach() if isinstance(value, Tensor) else value
@@ -237,6 +286,18 @@ def install(trainer: Trainer, make: Callable[[_AutomaticOptimization], _Automati
     return restore
 
 
+def is_sharded(trainer: Trainer) -> bool:
+    """Whether each rank holds a part of the parameters, so that forward and backward passes are collective."""
+    return isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+
+
+def has_own_batch(trainer: Trainer) -> bool:
+    """Whether no other rank of this one's tensor-parallel group counts the same batch."""
+    if not isinstance(trainer.strategy, ModelParallelStrategy):
+        return True
+    return cast(int, trainer.strategy.device_mesh["tensor_parallel"].get_local_rank()) == 0
+
+
 @contextmanager
 def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iterator[Callable[[Any], Tensor]]:
     """The module's own training step as a function batch -> loss, which logs nothing and synchronises no gradients.
@@ -246,15 +307,16 @@ def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iter
         kwargs: what training_step is called with, the batch first.
     """
     module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
+    # DistributedDataParallel would take a call of its wrapper for a step; FSDP gathers parameters in it.
+    step = trainer.strategy.training_step if is_sharded(trainer) else module.training_step
     loggers, hook = trainer.loggers, module._current_fx_name
-    # Hooks of the strategy's wrapper must not run: DistributedDataParallel would take them for a step.
     trainer.loggers = [DummyLogger() for _ in loggers]
     module._current_fx_name = "training_step"
     results.log = torch.compiler.disable(lambda *args, **kwargs: None)  # type: ignore[no-untyped-call]
 
     def loss(batch: Any) -> Tensor:
         with trainer.precision_plugin.train_step_context():
-            output = module.training_step(*OrderedDict(kwargs, batch=batch).values())
+            output = step(*OrderedDict(kwargs, batch=batch).values())
         result = ClosureResult.from_training_step_output(output)
         return torch.zeros(()) if result.closure_loss is None else result.closure_loss
 

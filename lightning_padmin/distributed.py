@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightning_padmin.errors import BatchError, ConfigError, PeerError, PlanError, SchemaError
+from lightning_padmin.errors import PadMinError, PeerError
 
 Exchange: TypeAlias = Callable[[Sequence[int]], NDArray[np.int64]]
 """Takes this rank's integers, returns those of all ranks: (world, n), row r from rank r."""
 
 _ends = itertools.count()
-_REASONS = {kind.code: kind.__name__ for kind in (ConfigError, SchemaError, BatchError, PlanError)}
 
 
 def exchange_alone(values: Sequence[int]) -> NDArray[np.int64]:
@@ -95,7 +94,8 @@ def raise_together(error: Exception | None, codes: NDArray[np.int64]) -> None:
         raise error
     failed = np.flatnonzero(codes)
     if len(failed):
-        reason = _REASONS.get(int(codes[failed[0]]), "an error")
+        names = {kind.code: kind.__name__ for kind in PadMinError.__subclasses__()}
+        reason = names.get(int(codes[failed[0]]), "an error")
         ranks = ", ".join(map(str, failed))
         raise PeerError(f"rank {ranks} refused its batch ({reason}); its message stands in that rank's log")
 

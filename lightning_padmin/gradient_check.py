@@ -12,27 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
 from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.fields import Schema
-from lightning_padmin.isolation import NoDropout, random_states, same_random_states, untouched
-from lightning_padmin.layout import SlotMap, pad_layout, take_batch
+from lightning_padmin.gradient_passes import LocalPasses, LossFunction, Passes, ShardedPasses
+from lightning_padmin.probe import Ints, Probe, choose_probe, masked_tokens_vary, tells_reductions
 from lightning_padmin.rows import RowTable, measure
-from lightning_padmin.sketch import Sketches, best_weights, combine, difference, largest, sketched_gradients
-from lightning_padmin.tree import iter_leaves, last_part
+from lightning_padmin.sketch import Sketches, best_weights, combine, difference
 
-Ints = NDArray[np.int64]
-LossFunction = Callable[[Any], Tensor]
-_MOST_ROWS = 4
-_NO_TOKENS = ("position_ids", "mask", "labels", "token_type_ids")
+T = TypeVar("T")
 _REDUCTIONS = ("token-mean", "row-mean", "sum")
 
 
@@ -67,17 +62,6 @@ class Outcome:
     words: str
 
 
-@dataclass(frozen=True, eq=False)
-class _Probe:
-    """A few rows of a batch: as they came, rolled and trimmed, and in two groups."""
-
-    rows: Ints
-    groups: tuple[Ints, Ints]
-    came: SlotMap
-    whole: SlotMap
-    parts: tuple[SlotMap, SlotMap]
-
-
 def check_gradients(
     loss_fn: LossFunction,
     batch: Any,
@@ -90,6 +74,7 @@ def check_gradients(
     exchange: Exchange = exchange_alone,
     joint: Callable[[], AbstractContextManager[Any]] | None = None,
     more_than_told: bool = False,
+    is_sharded: bool = False,
 ) -> Outcome | None:
     """Compares gradients of a few rows, split and as they came; on all ranks or on none.
 
@@ -104,6 +89,7 @@ def check_gradients(
             precision.
         exchange: the collective.
         joint: a context in which `loss_fn` runs the model in chunks; then that is compared, not the split.
+        is_sharded: whether parameters are sharded over ranks (FSDP), so that passes are collective.
         more_than_told: run only if these rows tell a token mean from a row mean, since earlier ones did not.
 
     Returns:
@@ -114,63 +100,67 @@ def check_gradients(
         GradientCheckError: training would change; on all ranks, with the same message.
         Exception: what the training step raised; the other ranks raise PeerError.
     """
-    probe = _choose(batch, schema, table, config)
+    probe = choose_probe(batch, schema, table, config)
     dtype = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
     limit = tolerance if tolerance is not None else 0.1 if dtype in (torch.float16, torch.bfloat16) else 1e-3
-    tells = probe is not None and (joint is not None or _tells_reductions(table, probe.groups, limit))
+    tells = probe is not None and (joint is not None or tells_reductions(table, probe.groups, limit))
     agreed = exchange([int(probe is not None), int(tells)])
     if (agreed[:, 0] == 0).any() or (more_than_told and not agreed[:, 1].any()):
         return None
     assert probe is not None
-    run = _Runner(loss_fn, batch, schema, table, config, module, probe, exchange, limit, joint)
-    return run.outcome()
+    passes: Passes = LocalPasses(loss_fn, batch, schema, module, probe, joint)
+    if is_sharded:
+        passes = ShardedPasses(loss_fn, batch, schema, module, probe, joint, exchange)
+    return _Check(passes, batch, schema, table, config, module, probe, exchange, limit, joint is not None).outcome()
 
 
-class _Runner:
-    """The passes of one check, in step with the other ranks."""
+class _Check:
+    """One check, in step with the other ranks."""
 
     def __init__(
         self,
-        loss_fn: LossFunction,
+        passes: Passes,
         batch: Any,
         schema: Schema,
         table: RowTable,
         config: PadMinConfig,
         module: nn.Module,
-        probe: _Probe,
+        probe: Probe,
         exchange: Exchange,
         limit: float,
-        joint: Callable[[], AbstractContextManager[Any]] | None,
+        is_joint: bool,
     ) -> None:
-        self._loss_fn, self._batch, self._schema, self._table = loss_fn, batch, schema, table
+        self._passes, self._batch, self._schema, self._table = passes, batch, schema, table
         self._config, self._module, self._probe, self._limit = config, module, probe, limit
-        self._exchange, self._joint = exchange, joint
-        self._drew = False
+        self._exchange, self._is_joint = exchange, is_joint
 
     def outcome(self) -> Outcome:
-        came, parts = self._together(self._first_passes)
-        weights = [1.0] if self._joint else _weights(self._table, self._probe.groups, self._config.loss_reduction)
-        found = combine(parts, weights)
-        value, parameter = difference(found, came)
-        status, candidate, whole = _Status.EXACT, 0, came
-        if not 0 < largest(came) < np.inf:
-            status = _Status.NO_GRADIENT
+        passes = self._passes
+        weights = _weights(self._table, self._probe.groups, self._config.loss_reduction)
+        came, found = self._together(lambda: (passes.came(), passes.split(weights)))
+        size = passes.largest(came)
+        value, parameter = passes.difference(found, came)
+        judged = _Status.EXACT, 0, value, parameter
+        if not 0 < size < np.inf:
+            judged = _Status.NO_GRADIENT, 0, value, parameter
         # A training step may hold collectives of its own, so all ranks run the third pass if one needs it.
-        elif (self._exchange([int(not value <= self._limit)])[:, 0] != 0).any() and not self._same_layout:
-            whole = self._together(lambda: self._sketch(self._probe.whole))
-        if status is _Status.EXACT and not value <= self._limit:
-            status, candidate, value, parameter = self._judge(found, parts, whole, value, parameter)
-        return self._agree(status, candidate, value, parameter)
+        differs = not value <= self._limit
+        agreed = self._exchange([int(differs), int(not self._same_layout)])
+        if agreed[:, 0].any():
+            whole = self._together(passes.whole) if agreed[:, 1].any() else came
+            if judged[0] is _Status.EXACT and differs:
+                judged = self._judge(found, whole, value, parameter)
+        return self._agree(*judged)
 
     @property
     def _same_layout(self) -> bool:
         came, whole = self._probe.came, self._probe.whole
         return came.widths == whole.widths and bool((came.start == whole.start).all())
 
-    def _together(self, passes: Callable[[], Any]) -> Any:
+    def _together(self, passes: Callable[[], T]) -> T:
         """Runs passes of the user's code; raises on all ranks if it raises on one."""
         error: Exception | None = None
-        result = None
+        result: Any = None
         try:
             result = passes()
         except Exception as caught:
@@ -181,59 +171,49 @@ class _Runner:
             )
         code = 0 if error is None else error.code if isinstance(error, PadMinError) else PadMinError.code
         raise_together(error, self._exchange([code])[:, 0])
-        return result
+        return cast("T", result)
 
-    def _first_passes(self) -> tuple[Sketches, list[Sketches]]:
-        came = self._sketch(self._probe.came)
-        if self._joint is None:
-            return came, [self._sketch(part) for part in self._probe.parts]
-        with self._joint():
-            return came, [self._sketch(self._probe.came)]
-
-    def _sketch(self, slots: SlotMap) -> Sketches:
-        batch = take_batch(self._batch, self._schema, slots)
-        with untouched(self._module), NoDropout(), torch.compiler.set_stance("force_eager"):
-            before = random_states()
-            sketches = sketched_gradients(lambda: self._loss_fn(batch), self._module)
-            self._drew = self._drew or not same_random_states(before, random_states())
-        return sketches
-
-    def _judge(
-        self, found: Sketches, parts: Sequence[Sketches], whole: Sketches, value: float, parameter: str
-    ) -> tuple[_Status, int, float, str]:
-        """What lies behind a difference."""
-        from_roll, where = difference(found, whole)
+    def _judge(self, found: Sketches, whole: Sketches, value: float, parameter: str) -> tuple[_Status, int, float, str]:
+        """What lies behind a difference. Sharded passes come to the same branch on all ranks."""
+        from_roll, where = self._passes.difference(found, whole)
         if from_roll <= self._limit:
-            masked = _masked_tokens_vary(self._batch, self._schema, self._table, self._probe.rows)
+            masked = masked_tokens_vary(self._batch, self._schema, self._table, self._probe.rows)
             return (_Status.PROMPTS if masked else _Status.ROLLED), 0, value, parameter
-        if self._joint is None and np.isfinite(from_roll):
-            matching = self._matching(parts, whole)
+        if not self._is_joint and np.isfinite(from_roll):
+            matching = self._matching(whole)
             if matching is not None:
                 return _Status.DECLARATION, matching, from_roll, where
-            fitted = combine(parts, best_weights(parts, whole))
-            if difference(fitted, whole)[0] <= self._limit:
+            parts = self._passes.parts
+            if parts and difference(combine(parts, best_weights(parts, whole)), whole)[0] <= self._limit:
                 return _Status.WEIGHTS, 0, from_roll, where
         # Only now: what matches to the limit was not disturbed by random numbers.
-        return _Status.RANDOM if self._drew else _Status.COUPLED, 0, from_roll, where
+        return _Status.RANDOM if self._passes.drew else _Status.COUPLED, 0, from_roll, where
 
-    def _matching(self, parts: Sequence[Sketches], whole: Sketches) -> int | None:
-        """Index of the declaration under which the parts make up the whole."""
+    def _matching(self, whole: Sketches) -> int | None:
+        """Index of the declaration under which the groups make up the whole."""
         differences: dict[int, float] = {}
         for index, changes in enumerate(_declarations(self._config, self._schema)):
-            try:
-                table = _measured(self._batch, self._schema, self._config, changes)
-            except PadMinError:
+            weights = self._weights_if(changes)
+            if self._passes.parts is None and (self._exchange([int(weights is None)])[:, 0] != 0).any():
                 continue
-            reduction = changes.get("loss_reduction", self._config.loss_reduction)
-            weights = _weights(table, self._probe.groups, reduction)
-            differences[index] = difference(combine(parts, weights), whole)[0]
+            if weights is not None:
+                differences[index] = self._passes.difference(self._passes.split(weights), whole)[0]
         best = min(differences, key=lambda index: differences[index], default=None)
         return best if best is not None and differences[best] <= self._limit else None
+
+    def _weights_if(self, changes: dict[str, Any]) -> list[float] | None:
+        """Weights of the groups under another declaration; None where it does not fit the batch."""
+        try:
+            table = _measured(self._batch, self._schema, self._config, changes)
+        except PadMinError:
+            return None
+        weights = _weights(table, self._probe.groups, changes.get("loss_reduction", self._config.loss_reduction))
+        return weights if all(np.isfinite(weights)) else None
 
     def _agree(self, status: _Status, candidate: int, value: float, parameter: str) -> Outcome:
         names = [name for name, p in self._module.named_parameters() if p.requires_grad]
         bits = int(np.float64(value).view(np.int64))
-        tells = self._joint is not None or _tells_reductions(self._table, self._probe.groups, self._limit)
+        tells = self._is_joint or tells_reductions(self._table, self._probe.groups, self._limit)
         mine = [int(status), candidate, bits, names.index(parameter) if parameter else 0, int(tells)]
         table = self._exchange(mine)
         worst = int(table[:, 0].argmax())
@@ -250,7 +230,7 @@ class _Runner:
         return Outcome(value, told, final, status in (_Status.ROLLED, _Status.RANDOM), words)
 
     def _words(self, status: _Status, candidate: int, value: float, parameter: str) -> str:
-        n, way = len(self._probe.rows), "split" if self._joint is None else "joint"
+        n, way = len(self._probe.rows), "split" if not self._is_joint else "joint"
         differs = (
             f"{way} gradients of {n} rows differ from the un-split ones by {value:.2g} of the largest gradient (limit "
             f"{self._limit:.0e}), most in {parameter!r}. "
@@ -285,57 +265,12 @@ class _Runner:
                 "loss_mask_key. If the model's outputs do (a softmax over rows), the loss couples rows: mode='joint'"
             )
         couples = f"{differs}No weights of the micro-batches would match: the loss or the model couples rows "
-        if self._joint is not None:
+        if self._is_joint:
             return f"{couples}inside of the model, or returns what cannot be chunked: use enabled=False"
         return (
             f"{couples}(in-batch negatives, a quantile over the batch, a balance loss of experts), or reads padding. "
             "Run the model in chunks with mode='joint', or use enabled=False"
         )
-
-
-def _choose(batch: Any, schema: Schema, table: RowTable, config: PadMinConfig) -> _Probe | None:
-    """Up to four rows that carry loss, two with few and two with many loss tokens; None if there are no two."""
-    budget = table.slots if config.token_budget is None else config.token_budget
-    carries = table.weight > 0
-    if table.counts_loss:
-        carries &= table.loss_tokens > 0
-    candidates = np.flatnonzero(carries)
-    if len(candidates) < 2:
-        return None
-    tried = [_few_and_many(table, candidates, n, budget // n) for n in range(min(_MOST_ROWS, len(candidates)), 1, -1)]
-    tried.append(_few_and_many(table, candidates, 2, None))
-    found = [groups for groups in tried if groups is not None]
-    many, few = groups = next((each for each in found if _tells_reductions(table, each, 0)), found[0])
-    rows = np.sort(np.concatenate(groups))
-    multiple, limits = config.pad_to_multiple_of, None if schema.can_widen else schema.widths
-    parts = (pad_layout(table, many, multiple, limits), pad_layout(table, few, multiple, limits))
-    whole = pad_layout(table, rows, multiple, limits)
-    may_crop = multiple == 1 and not _masked_tokens_vary(batch, schema, table, rows)
-    came = _as_it_came(table, rows, budget if may_crop else None)
-    return _Probe(rows, (many, few), came, whole, parts)
-
-
-def _few_and_many(table: RowTable, candidates: Ints, n: int, longest: int | None) -> tuple[Ints, Ints] | None:
-    """The rows with most and those with fewest loss tokens, `n` together, none longer than `longest` (None: any)."""
-    spans = table.length.sum(axis=1)
-    if longest is None:
-        candidates = candidates[np.argsort(spans[candidates], kind="stable")[:n]]
-    else:
-        candidates = candidates[spans[candidates] <= longest]
-    if len(candidates) < n:
-        return None
-    order = candidates[np.lexsort((spans[candidates], table.loss_tokens[candidates]))]
-    return order[len(order) - (n - n // 2) :], order[: n // 2]
-
-
-def _as_it_came(table: RowTable, rows: Ints, budget: int | None) -> SlotMap:
-    """The rows with their padding; columns that are padding in all of them are left out only to keep a budget."""
-    start, end = table.start[rows], table.start[rows] + table.length[rows]
-    first, widths = np.zeros(len(table.widths), dtype=np.int64), np.array(table.widths)
-    if budget is not None and len(rows) * widths.sum() > budget:
-        first, widths = start.min(axis=0), end.max(axis=0) - start.min(axis=0)
-    starts, sizes = np.broadcast_to(first, start.shape).copy(), np.broadcast_to(widths, start.shape).copy()
-    return SlotMap(rows, starts, sizes, tuple(map(int, widths)), table.widths, len(table), table.units)
 
 
 def _weights(table: RowTable, groups: Sequence[Ints], reduction: object) -> list[float]:
@@ -344,15 +279,6 @@ def _weights(table: RowTable, groups: Sequence[Ints], reduction: object) -> list
         return [1.0] * len(groups)
     own = [float(table.weight[group].sum()) for group in groups]
     return [weight / sum(own) for weight in own]
-
-
-def _tells_reductions(table: RowTable, groups: Sequence[Ints], limit: float) -> bool:
-    """Whether a token mean and a row mean differ on these groups by more than what may be rounding."""
-    if not table.counts_loss:
-        return True
-    tokens = np.array([table.loss_tokens[group].sum() for group in groups], dtype=np.float64)
-    rows = np.array([len(group) for group in groups], dtype=np.float64)
-    return bool(np.abs(tokens / tokens.sum() - rows / rows.sum()).max() > max(0.02, 1.5 * limit))
 
 
 def _declarations(config: PadMinConfig, schema: Schema) -> Iterator[dict[str, Any]]:
@@ -389,18 +315,3 @@ def _options(changes: dict[str, Any]) -> str:
 def _declared(config: PadMinConfig) -> str:
     options = {"loss_reduction": config.loss_reduction, "label_shift": config.label_shift}
     return _options({name: value for name, value in options.items() if value is not None})
-
-
-def _masked_tokens_vary(batch: Any, schema: Schema, table: RowTable, rows: Ints) -> bool:
-    """Whether slots in front of rows hold more than one token, as prompts do and padding does not."""
-    front = np.arange(table.widths[0]) < table.start[rows, :1]
-    for path, leaf in iter_leaves(batch, schema.fields):
-        field = schema.fields.get(path)
-        is_tokens = field is not None and field.kind == "position" and field.row_dim == 0 and field.axis == "input"
-        is_tokens = is_tokens and path not in (schema.mask, schema.labels, schema.loss_mask)
-        is_tokens = is_tokens and not last_part(path).endswith(_NO_TOKENS)
-        if is_tokens and isinstance(leaf, Tensor) and leaf.ndim == 2 and not leaf.is_floating_point():
-            tokens = leaf[torch.as_tensor(rows, device=leaf.device)].cpu().numpy()[front]
-            if len(np.unique(tokens)) > 1:
-                return True
-    return False

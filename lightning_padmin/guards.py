@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lightning_padmin.errors import PadMinError
 
@@ -109,6 +110,31 @@ def refuse_architecture(model: nn.Module) -> list[Finding]:
     if refusals:
         raise ArchitectureError("; ".join(f"{finding.where}: {finding.reason}" for finding in refusals))
     return findings
+
+
+def batch_statistics(model: nn.Module) -> str | None:
+    """What is wrong with a module whose result depends on which rows run together, or on how often it runs.
+
+    Batch normalization in training mode or without running statistics, other running statistics, spectral norm. A
+    module's mode can change at any time, so adapters ask before every batch. None: nothing.
+    """
+    for name, child in model.named_modules():
+        batch_norm = isinstance(child, _BatchNorm) and (child.training or child.running_mean is None)
+        counting = isinstance(child, _NormBase) and child.training and child.track_running_stats
+        if batch_norm or counting or (isinstance(child, _SpectralNorm) and child.training):
+            mode = "in training mode" if child.training else "without running statistics"
+            return (
+                f"{name or 'the model'} is a {type(child).__name__} {mode}: what it does depends on which rows run "
+                "together, or how often it runs, so a split batch trains something else. Put it in eval mode (with "
+                "running statistics), replace it (LayerNorm), or use enabled=False"
+            )
+    return None
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether some configuration inside of the model says so."""
+    configs = (getattr(child, "config", None) for child in model.modules())
+    return any(getattr(config, "is_encoder_decoder", False) is True for config in configs)
 
 
 def scan_chunk(model: nn.Module) -> int | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import support
 import torch
+from processes import Ranks
 
 from lightning_padmin import plan_micro_batches
 
@@ -34,41 +31,12 @@ SCENARIOS = [
     "padded_forward",
 ]
 FIVE, ONE, BUDGET = [24, 20, 12, 12, 6, 6, 6, 6, 3, 2], [4, 3, 5, 2], 24
-Ranks = list[dict[str, Any]]
-
-
-def start(output: Path, *names: str) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
-    command = [sys.executable, str(WORKER), str(output), *names]
-    return [
-        subprocess.Popen(
-            command, env=common | {"LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
-    ]
-
-
-def finish(processes: list[subprocess.Popen[str]], timeout: float) -> list[tuple[int, str]]:
-    """Exit code and output of every process; kills what outlives the timeout, and fails."""
-    end = time.monotonic() + timeout
-    try:
-        outputs = [process.communicate(timeout=max(end - time.monotonic(), 1))[0] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     output = tmp_path_factory.mktemp("ddp") / "result.out"
-    for code, text in finish(start(output, *SCENARIOS), timeout=240):
-        assert code == 0, text[-6000:]
-    return [torch.load(output.with_suffix(f".rank{rank}.pt"), weights_only=False) for rank in range(2)]
+    return processes.results(WORKER, output, *SCENARIOS)
 
 
 def worst(result: dict[str, Any]) -> float:
@@ -233,14 +201,18 @@ def test_variants_of_ddp(ranks: Ranks, variant: str) -> None:
 
 
 def test_both_processes_end_when_one_runs_out_of_batches(tmp_path: Path) -> None:
-    (code_0, text_0), _ = finish(start(tmp_path / "result.out", "one_rank_ends_early"), timeout=50)
+    (code_0, text_0), _ = processes.finish(
+        processes.start(WORKER, tmp_path / "result.out", "one_rank_ends_early"), timeout=50
+    )
     assert code_0 != 0
     assert "Connection closed by peer" in text_0  # as without the callback
     assert "not all ranks came to the end" not in text_0
 
 
 def test_both_processes_end_when_one_raises_in_a_micro_batch(tmp_path: Path) -> None:
-    (code_0, _), (code_1, text_1) = finish(start(tmp_path / "result.out", "one_rank_fails"), timeout=150)
+    (code_0, _), (code_1, text_1) = processes.finish(
+        processes.start(WORKER, tmp_path / "result.out", "one_rank_fails"), timeout=150
+    )
     assert code_0 != 0
     assert code_1 != 0
     assert "rank 1 fails in its second micro-batch" in text_1

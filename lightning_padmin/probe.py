@@ -1,0 +1,102 @@
+"""Which rows of a batch the first-batch check runs: few, telling, and within the token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.fields import Schema
+from lightning_padmin.layout import SlotMap, pad_layout
+from lightning_padmin.rows import RowTable
+from lightning_padmin.tree import iter_leaves, last_part
+
+Ints = NDArray[np.int64]
+_MOST_ROWS = 4
+_NO_TOKENS = ("position_ids", "mask", "labels", "token_type_ids")
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """A few rows of a batch: as they came, rolled and trimmed, and in two groups."""
+
+    rows: Ints
+    groups: tuple[Ints, Ints]
+    came: SlotMap
+    whole: SlotMap
+    parts: tuple[SlotMap, SlotMap]
+
+
+def choose_probe(batch: Any, schema: Schema, table: RowTable, config: PadMinConfig) -> Probe | None:
+    """Up to four rows that carry loss, two with few and two with many loss tokens; None if there are no two."""
+    budget = table.slots if config.token_budget is None else config.token_budget
+    carries = table.weight > 0
+    if table.counts_loss:
+        carries &= table.loss_tokens > 0
+    candidates = np.flatnonzero(carries)
+    if len(candidates) < 2:
+        return None
+    tried = [_few_and_many(table, candidates, n, budget // n) for n in range(min(_MOST_ROWS, len(candidates)), 1, -1)]
+    tried.append(_few_and_many(table, candidates, 2, None))
+    found = [groups for groups in tried if groups is not None]
+    many, few = groups = next((each for each in found if tells_reductions(table, each, 0)), found[0])
+    rows = np.sort(np.concatenate(groups))
+    multiple, limits = config.pad_to_multiple_of, None if schema.can_widen else schema.widths
+    parts = (pad_layout(table, many, multiple, limits), pad_layout(table, few, multiple, limits))
+    whole = pad_layout(table, rows, multiple, limits)
+    may_crop = multiple == 1 and not masked_tokens_vary(batch, schema, table, rows)
+    came = _as_it_came(table, rows, budget if may_crop else None)
+    return Probe(rows, (many, few), came, whole, parts)
+
+
+def _few_and_many(table: RowTable, candidates: Ints, n: int, longest: int | None) -> tuple[Ints, Ints] | None:
+    """The rows with most and those with fewest loss tokens, `n` together, none longer than `longest` (None: any)."""
+    spans = table.length.sum(axis=1)
+    if longest is None:
+        candidates = candidates[np.argsort(spans[candidates], kind="stable")[:n]]
+    else:
+        candidates = candidates[spans[candidates] <= longest]
+    if len(candidates) < n:
+        return None
+    order = candidates[np.lexsort((spans[candidates], table.loss_tokens[candidates]))]
+    return order[len(order) - (n - n // 2) :], order[: n // 2]
+
+
+def _as_it_came(table: RowTable, rows: Ints, budget: int | None) -> SlotMap:
+    """The rows with their padding; columns that are padding in all of them are left out only to keep a budget."""
+    start, end = table.start[rows], table.start[rows] + table.length[rows]
+    first, widths = np.zeros(len(table.widths), dtype=np.int64), np.array(table.widths)
+    if budget is not None and len(rows) * widths.sum() > budget:
+        first, widths = start.min(axis=0), end.max(axis=0) - start.min(axis=0)
+    starts, sizes = np.broadcast_to(first, start.shape).copy(), np.broadcast_to(widths, start.shape).copy()
+    return SlotMap(rows, starts, sizes, tuple(map(int, widths)), table.widths, len(table), table.units)
+
+
+def tells_reductions(table: RowTable, groups: Sequence[Ints], limit: float) -> bool:
+    """Whether a token mean and a row mean differ on these groups by more than what may be rounding."""
+    if not table.counts_loss:
+        return True
+    tokens = np.array([table.loss_tokens[group].sum() for group in groups], dtype=np.float64)
+    rows = np.array([len(group) for group in groups], dtype=np.float64)
+    return bool(np.abs(tokens / tokens.sum() - rows / rows.sum()).max() > max(0.02, 1.5 * limit))
+
+
+def masked_tokens_vary(batch: Any, schema: Schema, table: RowTable, rows: Ints) -> bool:
+    """Whether slots in front of rows hold more than one token, as prompts do and padding does not."""
+    front = np.arange(table.widths[0]) < table.start[rows, :1]
+    for path, leaf in iter_leaves(batch, schema.fields):
+        field = schema.fields.get(path)
+        is_tokens = field is not None and field.kind == "position" and field.row_dim == 0 and field.axis == "input"
+        is_tokens = is_tokens and path not in (schema.mask, schema.labels, schema.loss_mask)
+        is_tokens = is_tokens and not last_part(path).endswith(_NO_TOKENS)
+        if is_tokens and isinstance(leaf, Tensor) and leaf.ndim == 2 and not leaf.is_floating_point():
+            tokens = leaf[torch.as_tensor(rows, device=leaf.device)].cpu().numpy()[front]
+            if len(np.unique(tokens)) > 1:
+                return True
+    return False

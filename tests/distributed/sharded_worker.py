@@ -1,0 +1,213 @@
+"""One rank of the scenarios in test_sharded.py: `python sharded_worker.py RESULT_FILE STRATEGY SCENARIO ...`.
+
+The rank comes from LOCAL_RANK. Real Trainers, whose strategies shard parameters over two gloo processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import support
+import torch
+from lightning.pytorch.plugins import FSDPPrecision
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from lightning_padmin import MicroBatcher, PadMinCallback
+
+RANK = int(os.environ["LOCAL_RANK"])
+BUDGET = 24
+# Natural counts under BUDGET: five micro-batches on rank 0, one on rank 1.
+FIVE, ONE = [24, 20, 12, 12, 6, 6, 6, 6, 3, 2], [4, 3, 5, 2]
+GLOO: dict[str, Any] = {"process_group_backend": "gloo", "timeout": timedelta(seconds=60)}
+STRATEGY = ""
+
+
+class CpuFSDP(FSDPStrategy):
+    """Lightning gives FSDP an index of a device, and a CPU has none."""
+
+    def _setup_model(self, module: nn.Module) -> nn.Module:
+        policy = ModuleWrapPolicy({nn.Linear})
+        return FullyShardedDataParallel(
+            module, device_id=torch.device("cpu"), auto_wrap_policy=policy, use_orig_params=True
+        )
+
+
+def double_precision() -> FSDPPrecision:
+    """FSDP knows no "64-true", and its "32-true" casts the model."""
+    plugin = FSDPPrecision("32-true")
+    plugin._desired_input_dtype = torch.float64
+    return plugin
+
+
+class Sharded(support.Module):
+    """Records full gradients and parameters, the same on every rank."""
+
+    def configure_model(self) -> None:
+        if STRATEGY == "fsdp2" and not isinstance(next(self.model.parameters()), DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            fully_shard(self.model.head, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+    def full(self, gradient: bool) -> Tensor:
+        if STRATEGY == "fsdp1":
+            with FullyShardedDataParallel.summon_full_params(self.trainer.strategy.model, with_grads=gradient):
+                return (support.flat_gradient if gradient else support.flat_parameters)(self.model).clone()
+        values = [p.grad if gradient else p for p in self.model.parameters()]
+        whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
+        return torch.cat([value.detach().flatten().clone() for value in whole])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(self.full(gradient=True))
+
+    def on_train_end(self) -> None:
+        self.final = self.full(gradient=False)
+
+
+class Unsharded(support.Module):
+    def configure_model(self) -> None:
+        pass
+
+
+def strategy() -> Any:
+    if STRATEGY == "fsdp1":
+        return CpuFSDP(**GLOO)
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, **GLOO)
+
+
+def batches(count: int = 4, lengths: Any = (FIVE, ONE)) -> list[dict[str, Tensor]]:
+    own = list(lengths[RANK])
+    turns = [k % len(own) for k in range(count)]
+    return [support.make_batch(own[t:] + own[:t], seed=7 * k + RANK) for k, t in enumerate(turns)]
+
+
+def callback(**options: Any) -> PadMinCallback:
+    return PadMinCallback(**({"token_budget": BUDGET, "launch_cost": 4} | options))
+
+
+def fit(module: support.Module, data: Any, *callbacks: Any, **options: Any) -> Any:
+    plugins: list[Any] = [LightningEnvironment()] + ([double_precision()] if STRATEGY == "fsdp1" else [])
+    defaults = {"strategy": strategy(), "devices": 2, "plugins": plugins, "use_distributed_sampler": False}
+    return support.fit(module, data, *callbacks, **(defaults | options))
+
+
+def record(module: Sharded) -> dict[str, Any]:
+    return {"gradients": module.gradients, "parameters": module.final, "losses": module.losses}
+
+
+def pair(data: Any, options: dict[str, Any] | None = None, make: Callable[[], Sharded] = Sharded, **fit_options: Any):  # type: ignore[no-untyped-def]
+    plain, split, added = make(), make(), callback(**(options or {}))
+    fit(plain, data, **fit_options)
+    trainer = fit(split, data, added, **fit_options)
+    logged = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("padmin/")}
+    return {"plain": record(plain), "split": record(split), "stats": added.stats.state_dict(), "logged": logged}
+
+
+def by_hand(data: list[dict[str, Tensor]]) -> Tensor:
+    """The mean over ranks of the gradient of the un-split batches, on a model that is nobody's."""
+    module = support.Module()
+    for batch in data:
+        (module.loss(batch) / len(data)).backward()
+    gradient = support.flat_gradient(module.model) if data else torch.zeros_like(support.flat_parameters(module.model))
+    torch.distributed.all_reduce(gradient)
+    return gradient / 2
+
+
+def uneven() -> Any:
+    data = batches()
+    result = pair(data, accumulate_grad_batches=2)
+    return result | {"hand": by_hand(data[:2])}
+
+
+def adamw() -> Any:
+    return pair(batches(), make=lambda: Sharded(optimizer=lambda p: torch.optim.AdamW(p, lr=0.05)))
+
+
+def clipped() -> Any:
+    how = "value" if STRATEGY == "fsdp1" else "norm"  # Lightning refuses the norm under FSDP1
+    return pair(batches(), gradient_clip_val=0.05 if how == "norm" else 0.002, gradient_clip_algorithm=how)
+
+
+def equal_weights() -> Any:
+    """Negative control: every micro-batch weighs 1/K."""
+    original = MicroBatcher._weights
+    MicroBatcher._weights = lambda *args: (np.full(len(args[2]), 1 / len(args[2])), original(*args)[1])
+    try:
+        return pair(batches(2))
+    finally:
+        MicroBatcher._weights = original
+
+
+def outcome(module: Sharded, data: Any, **options: Any) -> str:
+    try:
+        fit(module, data, callback(**options))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def checked() -> Any:
+    one_tells = ([6] * 8, FIVE)
+    return {
+        "row-mean": outcome(Sharded("row-mean"), batches()),
+        "one_tells": outcome(Sharded("row-mean"), batches(lengths=one_tells)),
+        "sum": outcome(Sharded("sum"), batches()),
+        "right": [outcome(Sharded(how), batches(), loss_reduction=how) for how in ("token-mean", "row-mean", "sum")],
+    }
+
+
+def malformed() -> Any:
+    data = batches(1)
+    if RANK == 1:
+        data[0]["attention_mask"].zero_()
+    return outcome(Sharded(), data)
+
+
+def no_loss_on_one_rank() -> Any:
+    data = batches(1)
+    if RANK == 1:
+        data[0]["labels"].fill_(-100)
+    module = Sharded()
+    fit(module, data, callback())
+    expected = by_hand(data) if RANK == 0 else by_hand([])
+    return {"found": module.gradients, "expected": expected, "losses": module.losses}
+
+
+def tensor_parallel() -> Any:
+    """Two ranks that share each batch; it counts once."""
+    own = support.make_batch(FIVE)
+    added = callback()
+    plugins = [LightningEnvironment()]
+    shared = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, **GLOO)
+    options = {"strategy": shared, "devices": 2, "plugins": plugins, "use_distributed_sampler": False}
+    trainer = support.fit(Unsharded(), [own], added, **options)
+    return {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("padmin/")}
+
+
+SCENARIOS = {
+    function.__name__: function
+    for function in (uneven, adamw, clipped, equal_weights, checked, malformed, no_loss_on_one_rank, tensor_parallel)
+}
+
+if __name__ == "__main__":
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    STRATEGY = sys.argv[2]
+    results = {name: SCENARIOS[name]() for name in sys.argv[3:]}
+    torch.save(results, Path(sys.argv[1]).with_suffix(f".rank{RANK}.pt"))
