@@ -21,6 +21,8 @@ from lightning.pytorch.strategies import (
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
 )
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -47,6 +49,9 @@ from lightning_padmin.microbatch import MicroBatcher, MicroBatches
 from lightning_padmin.model_proxy import chunked, transformers_models
 from lightning_padmin.schema import Field
 from lightning_padmin.stats import PaddingStats
+
+# Subclasses of strategies that are supported.
+_UNKNOWN_KINDS = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
 
 
 @refuses_unknown_options
@@ -301,7 +306,7 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: s
         )
     strategy = trainer.strategy
     known = SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy
-    if not isinstance(strategy, known) or isinstance(strategy, DeepSpeedStrategy):
+    if not isinstance(strategy, known) or isinstance(strategy, _UNKNOWN_KINDS):
         raise MisconfigurationException(
             f"PadMinCallback does not support {type(strategy).__name__}: use one device, 'ddp', FSDPStrategy or "
             "ModelParallelStrategy (FSDP2)"
