@@ -7,9 +7,8 @@ micro-batch; from then on a loop only gathers rows and decides whether gradients
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,11 +34,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
-from lightning_padmin.errors import BatchError, ConfigError, SchemaError
-from lightning_padmin.fields import Schema
-from lightning_padmin.guards import ArchitectureError, batch_statistics, is_encoder_decoder, refuse_architecture
+from lightning_padmin.errors import ConfigError, SchemaError
+from lightning_padmin.guards import (
+    ArchitectureError,
+    batch_statistics,
+    is_encoder_decoder,
+    refuse_architecture,
+    with_scan_chunk,
+)
+from lightning_padmin.loops import LoopGuard
 from lightning_padmin.microbatch import MicroBatch, MicroBatcher
-from lightning_padmin.rows import RowTable
 from lightning_padmin.stats import PaddingStats
 from lightning_padmin.tree import iter_leaves
 
@@ -94,8 +98,8 @@ class FabricPadMin:
         self._since_metrics = PaddingStats()
         is_sharded = isinstance(fabric.strategy, FSDPStrategy | ModelParallelStrategy)
         self._defer_sync = not is_sharded if defer_sync is None else defer_sync
-        self._batchers: weakref.WeakKeyDictionary[nn.Module, _Batcher] = weakref.WeakKeyDictionary()
-        self._loop: _Loop | None = None
+        self._batchers: weakref.WeakKeyDictionary[nn.Module, MicroBatcher] = weakref.WeakKeyDictionary()
+        self._loops = LoopGuard()
 
     def micro_batches(self, batch: Any, model: nn.Module, *, is_accumulating: bool = False) -> Iterator[MicroBatch]:
         """The micro-batches of one batch, for one forward pass and one `fabric.backward(loss * weight)` each.
@@ -124,14 +128,19 @@ class FabricPadMin:
             raise ConfigError(
                 f"model={type(model).__name__}: expected what Fabric returned: model = fabric.setup_module(model)"
             )
+        # With a static graph DistributedDataParallel cannot be told to wait.
+        may_wait = self._defer_sync and not _has_static_graph(model)
+
+        def around(micro: MicroBatch) -> AbstractContextManager[Any]:
+            waits = may_wait and (is_accumulating or not micro.is_last)
+            return self.fabric.no_backward_sync(model) if waits else nullcontext()
+
         if not self.config.enabled:
             untouched = MicroBatch(batch, 1.0, np.empty(0, dtype=np.int64), 0, 1)
-            return self._steps([untouched], model, is_accumulating, None)
+            return LoopGuard().start([untouched], around, lambda: None)
         planned = self._batcher(model).prepare(batch)
-        loop = self._loop = _Loop(len(planned), planned.stats)
-        steps = self._steps(planned, model, is_accumulating, loop)
-        loop.steps = weakref.ref(steps)
-        return steps
+        self._mend_synchronisation(model)
+        return self._loops.start(planned, around, partial(self._count, planned.stats))
 
     def backward(self, batch: Any, model: nn.Module, loss_fn: LossFunction, *, is_accumulating: bool = False) -> Tensor:
         """The loop over `micro_batches` with its backward passes, for a loss that is all there is to a step.
@@ -167,9 +176,7 @@ class FabricPadMin:
         After an error that you survive (a batch that ran out of memory, say): this, and `optimizer.zero_grad()`. If
         other ranks finished that batch, they wait for this one's gradients; that cannot be mended here.
         """
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close()
+        self._loops.discard()
 
     def metrics(self) -> dict[str, float | int]:
         """What the batches since the last call cost: counts over all ranks first, ratios last.
@@ -199,26 +206,24 @@ class FabricPadMin:
         if "stats" in state_dict:
             self.stats.load_state_dict(state_dict["stats"])
 
-    def _batcher(self, model: nn.Module) -> _Batcher:
+    def _batcher(self, model: nn.Module) -> MicroBatcher:
         """One per model, since an encoder-decoder's labels run along the decoder."""
         if model not in self._batchers:
             exchange = exchange_all if self.fabric.world_size > 1 else exchange_alone
             # A reference to the model would keep the dictionary's weak key alive for ever.
             check = partial(self._check, weakref.ref(model), [])
             original = _original(model)
-            self._batchers[model] = _Batcher(self.config, check, exchange, is_encoder_decoder(original))
+            self._batchers[model] = MicroBatcher(
+                with_scan_chunk(self.config, original),
+                exchange=exchange,
+                encoder_decoder=is_encoder_decoder(original),
+                before_reading=check,
+            )
         return self._batchers[model]
 
     def _check(self, model: weakref.ref[nn.Module], seen: list[bool]) -> None:
         """What must hold before a batch is read; all ranks hear of an error."""
-        loop = self._loop
-        self.discard()
-        if loop is not None and not loop.is_finished:
-            raise BatchError(
-                f"the loop over the previous batch was left after {loop.started} of {loop.count} micro-batches, so its "
-                "gradients are incomplete: let it run to its end, or give it up with discard() and "
-                "optimizer.zero_grad()"
-            )
+        self._loops.refuse_unfinished()
         module = model()
         assert module is not None
         original = _original(module)
@@ -230,23 +235,9 @@ class FabricPadMin:
                 rank_zero_info(f"FabricPadMin: {finding.where}: {finding.reason}")
             seen.append(True)
 
-    def _steps(
-        self, micro_batches: Iterable[MicroBatch], model: nn.Module, is_accumulating: bool, loop: _Loop | None
-    ) -> Generator[MicroBatch, None, None]:
-        # With a static graph DistributedDataParallel cannot be told to wait.
-        may_wait = self._defer_sync and not _has_static_graph(model)
-        if loop is not None:
-            self._mend_synchronisation(model)
-        for micro in micro_batches:
-            if loop is not None:
-                loop.started += 1
-            waits = may_wait and (is_accumulating or not micro.is_last)
-            with self.fabric.no_backward_sync(model) if waits else nullcontext():
-                yield micro
-        if loop is not None:
-            loop.is_finished = True
-            self.stats = self.stats + loop.stats
-            self._since_metrics = self._since_metrics + loop.stats
+    def _count(self, stats: PaddingStats) -> None:
+        self.stats = self.stats + stats
+        self._since_metrics = self._since_metrics + stats
 
     def _mend_synchronisation(self, model: nn.Module) -> None:
         """Fabric's context for FSDP2, entered with enabled=False, leaves gradients un-reduced for good when it ends.
@@ -290,37 +281,6 @@ def micro_batched_backward(
         PadMinError: before the first call of `loss_fn`, on every rank when any rank has one.
     """
     return FabricPadMin(fabric, config).backward(batch, model, loss_fn)
-
-
-@dataclass(eq=False)
-class _Loop:
-    """How far a loop over a batch has come. Holds no strong reference to it: one that is left must end by itself."""
-
-    count: int
-    stats: PaddingStats
-    started: int = 0
-    is_finished: bool = False
-    steps: weakref.ref[Generator[MicroBatch, None, None]] | None = None
-
-    def close(self) -> None:
-        """Ends the iterator, and with it the context around its current micro-batch, if somebody still holds it."""
-        steps = self.steps() if self.steps is not None else None
-        if steps is not None:
-            steps.close()
-
-
-class _Batcher(MicroBatcher):
-    """Refuses what else is wrong together with the batch, so that ranks agree on that too."""
-
-    def __init__(
-        self, config: PadMinConfig, check: Callable[[], None], exchange: Exchange, encoder_decoder: bool
-    ) -> None:
-        super().__init__(config, exchange=exchange, encoder_decoder=encoder_decoder)
-        self._check = check
-
-    def read(self, batch: Any) -> tuple[Schema, RowTable]:
-        self._check()
-        return super().read(batch)
 
 
 def _refuse_strategy(strategy: object, defer_sync: bool | None) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 try:
@@ -40,12 +41,13 @@ from lightning_padmin.config import (
     refuses_unknown_options,
 )
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone, exchange_at_end
-from lightning_padmin.errors import ConfigError
-from lightning_padmin.guards import batch_statistics, inspect_model, is_encoder_decoder
+from lightning_padmin.errors import ConfigError, PadMinWarning
+from lightning_padmin.guards import batch_statistics, inspect_model, is_encoder_decoder, scan_chunk, with_scan_chunk
 from lightning_padmin.integrations import lightning_loop
 from lightning_padmin.integrations.lightning_check import FirstBatchCheck
 from lightning_padmin.integrations.lightning_loop import JointOptimization, SplitOptimization
-from lightning_padmin.microbatch import MicroBatcher, MicroBatches
+from lightning_padmin.loops import LoopGuard
+from lightning_padmin.microbatch import MicroBatch, MicroBatcher, MicroBatches
 from lightning_padmin.model_proxy import chunked, transformers_models
 from lightning_padmin.schema import Field
 from lightning_padmin.stats import PaddingStats
@@ -60,7 +62,7 @@ class PadMinCallback(pl.Callback):
 
     `training_step` runs once per micro-batch; gradients, optimizer steps, clipping, accumulation, the returned loss
     and logged values are those of the whole batch. Works with automatic optimization on one device and under DDP.
-    Validation is untouched.
+    Validation is untouched. With manual optimization, training_step loops over `callback.micro_batches(batch)`.
 
     Args:
         token_budget: most slots (rows x longest row) of one micro-batch; None: the slots of the batch as it came.
@@ -104,6 +106,7 @@ class PadMinCallback(pl.Callback):
         static_keys: Sequence[str] = (),
         pad_to_multiple_of: int = 1,
         max_rows: int | None = None,
+        cost_multiple_of: int | None = None,
         launch_cost: int = 128,
         method: Literal["optimal", "greedy"] = "optimal",
         log_prefix: str = "padmin/",
@@ -125,6 +128,8 @@ class PadMinCallback(pl.Callback):
         self._restore: Callable[[], None] | None = None
         self._check: FirstBatchCheck | None = None
         self._loss_tokens: int | None = None
+        self._loops = LoopGuard()
+        self._trainer: pl.Trainer | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuses what cannot be exact, then replaces the optimization loop."""
@@ -132,8 +137,12 @@ class PadMinCallback(pl.Callback):
             return
         self._remove()  # in case an earlier fit ended without telling us
         _refuse_unsupported(trainer, pl_module, self.config.mode)
-        corrects = _heed_architecture(pl_module, self.config.mode)
+        corrects = _heed_architecture(pl_module, self.config.mode, self.config.pad_to_multiple_of)
         self._exchange = exchange_all if trainer.world_size > 1 else exchange_alone
+        self._trainer, self._since_log = trainer, PaddingStats()
+        if not pl_module.automatic_optimization:
+            self._batcher = self._make_batcher(self.config, pl_module)
+            return
         joint = self.config.mode == "joint"
         models = transformers_models(pl_module) if joint else {}
         if joint and not models:
@@ -144,9 +153,8 @@ class PadMinCallback(pl.Callback):
             )
         # What the loss is reduced to is nobody's concern where the loss sees whole batches.
         config = replace(self.config, loss_reduction="row-mean", normalize="rank") if joint else self.config
-        self._batcher = MicroBatcher(config, exchange=self._exchange, encoder_decoder=is_encoder_decoder(pl_module))
+        self._batcher = self._make_batcher(config, pl_module)
         self._check = FirstBatchCheck(trainer, config, self._exchange, models, corrects=corrects)
-        self._since_log = PaddingStats()
         self._restore = lightning_loop.install(
             trainer,
             lambda stock: (
@@ -155,6 +163,49 @@ class PadMinCallback(pl.Callback):
                 else SplitOptimization(stock, self._prepare, self._progress, dict(self.config.log_reduce))
             ),
         )
+
+    def micro_batches(self, batch: Any) -> Iterator[MicroBatch]:
+        """For manual optimization: the micro-batches of a batch, inside of training_step.
+
+        The batch is planned, and all ranks agree, before this method returns. Forward pass and `manual_backward` both
+        belong into the body of the loop, which must run to its end; under DDP gradients are reduced in the last one.
+
+        Args:
+            batch: what training_step got; it is only read.
+
+        Returns:
+            An iterator; unpack each item as `micro, weight`. With `enabled=False` the batch itself, with weight 1.0.
+
+        Raises:
+            PadMinError: on every rank when any rank has a batch that cannot be planned, or where the loop over the
+                previous batch was left before its end.
+            MisconfigurationException: called outside of a fit, or with automatic optimization.
+
+        Example:
+            >>> def training_step(self, batch, batch_idx):
+            ...     for micro, weight in self.padmin.micro_batches(batch):
+            ...         self.manual_backward(self.model(**micro).loss * weight)
+            ...     self.optimizers().step()
+            ...     self.optimizers().zero_grad()
+        """
+        if not self.config.enabled:
+            return iter([MicroBatch(batch, 1.0, np.empty(0, dtype=np.int64), 0, 1)])
+        trainer = self._trainer
+        if trainer is None or self._batcher is None or self._restore is not None:
+            raise MisconfigurationException(
+                "micro_batches is for the training_step of a module with automatic_optimization=False, while fit runs"
+            )
+        planned = self._batcher.prepare(batch)
+
+        def around(micro: MicroBatch) -> AbstractContextManager[Any]:
+            self._progress(micro.index, micro.count)
+            return lightning_loop.synchronised(trainer, micro.is_last)
+
+        return self._loops.start(planned, around, partial(self._count, planned.stats))
+
+    def discard(self) -> None:
+        """Gives up a loop over `micro_batches` that was left before its end; call `optimizer.zero_grad()` too."""
+        self._loops.discard()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuses several loaders at once, known only now."""
@@ -174,6 +225,13 @@ class PadMinCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Writes the metrics of the batches since the last time, at Lightning's own logging steps."""
+        if self.config.enabled and not pl_module.automatic_optimization and self._loops.never_started:
+            self._loops.never_started = False
+            rank_zero_warn(
+                "PadMinCallback did nothing for the first batch: with automatic_optimization=False, loop over "
+                "callback.micro_batches(batch) in training_step",
+                category=PadMinWarning,
+            )
         if self.config.enabled and lightning_loop.is_logging_step(trainer):
             self._log(trainer, lightning_loop.logging_step(trainer), self._exchange(self._counts_to_log(trainer)))
 
@@ -210,12 +268,13 @@ class PadMinCallback(pl.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Copies are not part of a running fit, and do not drag the module along: Lightning sets its `log` here."""
         own = {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
-        return own | {"_restore": None, "_batcher": None, "_check": None}
+        return own | {"_restore": None, "_batcher": None, "_check": None, "_trainer": None, "_loops": LoopGuard()}
 
     def _remove(self) -> None:
         if self._restore is not None:
             self._restore()
-        self._restore = self._batcher = self._check = None
+        self._loops.discard()
+        self._restore = self._batcher = self._check = self._trainer = None
 
     def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:
         assert self._batcher is not None
@@ -223,9 +282,21 @@ class PadMinCallback(pl.Callback):
         micro_batches = self._batcher.prepare(kwargs["batch"])
         if self._check.is_due:
             self._check(kwargs, micro_batches.schema, micro_batches.table)
-        self.stats = self.stats + micro_batches.stats
-        self._since_log = self._since_log + micro_batches.stats
+        self._count(micro_batches.stats)
         return micro_batches
+
+    def _make_batcher(self, config: PadMinConfig, module: pl.LightningModule) -> MicroBatcher:
+        check = None if module.automatic_optimization else self._loops.refuse_unfinished
+        return MicroBatcher(
+            with_scan_chunk(config, module),
+            exchange=self._exchange,
+            encoder_decoder=is_encoder_decoder(module),
+            before_reading=check,
+        )
+
+    def _count(self, stats: PaddingStats) -> None:
+        self.stats = self.stats + stats
+        self._since_log = self._since_log + stats
 
     def _read(self, kwargs: OrderedDict[str, Any]) -> None:
         assert self._batcher is not None
@@ -240,8 +311,7 @@ class PadMinCallback(pl.Callback):
         with chunked(models, self.config) as calls:
             yield
         if self._loss_tokens is not None and calls:  # optimizers that run the closure again run the same batch
-            stats = replace(calls.total, loss_tokens=self._loss_tokens)
-            self.stats, self._since_log = self.stats + stats, self._since_log + stats
+            self._count(replace(calls.total, loss_tokens=self._loss_tokens))
         self._loss_tokens = None
 
     def _progress(self, index: int, count: int) -> None:
@@ -289,11 +359,10 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: s
     lightning_loop.check_signatures()
     if sum(isinstance(c, PadMinCallback) and c.config.enabled for c in trainer.callbacks) > 1:
         raise MisconfigurationException("the Trainer has two PadMinCallbacks: a batch can be split once. Remove one")
-    if not module.automatic_optimization:
+    if not module.automatic_optimization and mode == "joint":
         raise MisconfigurationException(
-            "PadMinCallback splits batches inside of automatic optimization, but this module has "
-            "automatic_optimization=False: loop over lightning_padmin.iter_micro_batches(batch, config) in your own "
-            "training_step instead, and remove the callback"
+            "mode='joint' needs automatic optimization, but this module has automatic_optimization=False: call your "
+            "model through lightning_padmin.PaddedForward in training_step, and leave the callback out"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException(
@@ -313,10 +382,12 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: s
         )
 
 
-def _heed_architecture(module: pl.LightningModule, mode: str) -> bool:
+def _heed_architecture(module: pl.LightningModule, mode: str, width: int) -> bool:
     """Refuses models that cannot be split; whether rolling corrects them. Batch normalization may still be frozen."""
     findings = inspect_model(module)
     for finding in findings:
+        if finding.rule == "chunked-width" and width % (scan_chunk(module) or 1):
+            raise MisconfigurationException(f"{finding.where}: {finding.reason}")
         balance = finding.rule == "balance-loss"
         if finding.severity == "refuse" and finding.rule != "batch-norm" and not (balance and mode == "joint"):
             also = ". PadMinCallback(mode='joint') does the former" if balance else ""

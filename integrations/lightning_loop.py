@@ -162,10 +162,7 @@ class _SplitClosure(Closure):
         loop._progress(k, micro.count)
         recorder.begin(k)
         with ExitStack() as stack:
-            # DistributedDataParallel decides in the forward pass whether the backward pass reduces gradients. With a
-            # static graph it cannot be told not to.
-            block = not micro.is_last and not _has_static_graph(trainer)
-            stack.enter_context(utilities._block_parallel_sync_behavior(trainer.strategy, block=block))
+            stack.enter_context(synchronised(trainer, micro.is_last))
             if micro.is_dummy:
                 stack.enter_context(MetricGuard(trainer.lightning_module))
             if is_sharded(trainer) and not self._micro_batches.table.has_loss:
@@ -258,8 +255,15 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _has_static_graph(trainer: Trainer) -> bool:
-    return bool(getattr(trainer.strategy.model, "static_graph", False))
+def synchronised(trainer: Trainer, is_last: bool) -> AbstractContextManager[Any]:
+    """The context of a micro-batch's forward and backward pass; gradients are reduced in the last one.
+
+    DistributedDataParallel decides in the forward pass whether the backward pass reduces gradients. With a static graph
+    it cannot be told not to.
+    """
+    has_static_graph = bool(getattr(trainer.strategy.model, "static_graph", False))
+    context = utilities._block_parallel_sync_behavior(trainer.strategy, block=not is_last and not has_static_graph)
+    return cast("AbstractContextManager[Any]", context)
 
 
 def install(trainer: Trainer, make: Callable[[_AutomaticOptimization], _AutomaticOptimization]) -> Callable[[], None]:

@@ -36,6 +36,7 @@ _INTEGERS: dict[str, tuple[int | None, bool]] = {
     "pad_to_multiple_of": (1, False),
     "max_rows": (1, True),
     "launch_cost": (0, False),
+    "cost_multiple_of": (1, True),
     "label_shift": (0, True),
     "ignore_index": (None, False),
     "pad_token_id": (0, True),
@@ -136,6 +137,11 @@ class PadMinConfig:
     static_keys: Sequence[str] = _option((), "Entries shared by all rows, passed on unchanged.")
     pad_to_multiple_of: int = _option(1, "Micro-batch widths are rounded up to a multiple of this.")
     max_rows: int | None = _option(None, "Most rows in one micro-batch.")
+    cost_multiple_of: int | None = _option(
+        None,
+        "To what the model pads inside, which the plan counts as cost (not as slots): chunk_size of chunked scans "
+        "(Mamba2 and its hybrids). None: what the model's configuration says, where an adapter sees the model.",
+    )
     launch_cost: int = _option(128, "What one more micro-batch costs, in slots.")
     method: Literal["optimal", "greedy"] = _option("optimal", "optimal, or greedy (fill and cut) to compare with.")
     log_prefix: str = _option("padmin/", "Put before the name of every metric of this library.")

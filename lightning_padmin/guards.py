@@ -8,13 +8,14 @@ that the core needs no transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 
+from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import PadMinError
 
 Severity = Literal["refuse", "correct", "advise"]
@@ -145,6 +146,13 @@ def scan_chunk(model: nn.Module) -> int | None:
             if isinstance(value, int) and not isinstance(value, bool) and value > 1:
                 return value
     return None
+
+
+def with_scan_chunk(config: PadMinConfig, model: nn.Module) -> PadMinConfig:
+    """The options, with `cost_multiple_of` as the model has it where it is left open."""
+    if config.cost_multiple_of is not None:
+        return config
+    return replace(config, cost_multiple_of=scan_chunk(model))
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ class MicroBatcher:
             inferred.
         exchange: the collective (`distributed.exchange_all`); by default this process is alone.
         encoder_decoder: the model is an encoder-decoder, so labels run along the decoder.
+        before_reading: called before each batch is read; what it raises, all ranks hear of.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class MicroBatcher:
         exchange: Exchange | None = None,
         *,
         encoder_decoder: bool = False,
+        before_reading: Callable[[], None] | None = None,
     ) -> None:
+        self._before_reading = before_reading
         self.config, self.encoder_decoder = as_config(config), encoder_decoder
         self._declared, self._last_schema = schema, schema
         self._exchange = exchange or exchange_alone
@@ -105,6 +108,8 @@ class MicroBatcher:
 
     def read(self, batch: Any) -> tuple[Schema, RowTable]:
         """Schema and row table of a batch; raises PadMinError for one that cannot be understood."""
+        if self._before_reading is not None:
+            self._before_reading()
         config, declared = self.config, self._declared
         schema = infer_schema(
             batch,
@@ -140,6 +145,7 @@ class MicroBatcher:
             max_rows=config.max_rows,
             min_micro_batches=1,
             launch_cost=config.launch_cost,
+            cost_multiple_of=config.cost_multiple_of or 1,
             method=config.method,
             riders=table.weight == 0,
         )

@@ -24,6 +24,7 @@ from lightning_padmin.causal_loss import CausalLoss
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import BatchError, ConfigError
+from lightning_padmin.guards import with_scan_chunk
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.sequence import MicroBatch, MicroBatches
 
@@ -70,6 +71,8 @@ class PaddedForward:
             raise ConfigError(f"mode={mode!r}: expected one of {', '.join(map(repr, _MODES))}")
         self.model, self.mode, self.no_sync = model, mode, no_sync
         self.config = replace(as_config(config), loss_reduction="row-mean", normalize="rank")
+        if isinstance(model, nn.Module):
+            self.config = with_scan_chunk(self.config, model)
         self.micro_batches: MicroBatches | None = None
         self._batcher = MicroBatcher(self.config, exchange=exchange)
         self._outputs = dict(outputs or {})

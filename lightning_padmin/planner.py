@@ -8,6 +8,10 @@ grows. So the best cuts, found by dynamic programming over start positions (Bell
 usual alternative, `method="greedy"`, fills each group up to the budget and ignores what a wide group costs.
 With two lengths per row the cuts are the best of that order, which is a good one but not proven best.
 
+Models with chunked scans pad inside, so `cost_multiple_of` makes the cost rows x the width rounded up once more,
+while the budget stays one of slots. The swap keeps the number of rows of both groups and lets no width grow; the
+slots, and the cost as a monotone function of the width, follow, so the sorted runs are still enough.
+
 Pure functions of integers, numpy only. Shapes: B rows, A axes (2 for encoder-decoder rows), K groups.
 """
 
@@ -24,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_padmin.errors import PadMinWarning, PlanError
-from lightning_padmin.search import Bools, Ints, Limits, arrange, greedy_sizes, optimal_sizes, sorted_rows
+from lightning_padmin.search import Bools, Ints, Limits, arrange, greedy_sizes, optimal_sizes, round_up, sorted_rows
 
 _MOST = 2**50  # of one length or option, so that one rounded length stays far inside int64
 
@@ -43,6 +47,7 @@ class Plan:
         token_budget: most slots of one group.
         launch_cost: what one more group costs, in slots.
         notice: what exceeds the limits, in words; empty if nothing does.
+        cost_multiple: widths are rounded up to a multiple of this for their cost; 1 if slots are the cost.
     """
 
     groups: tuple[Ints, ...]
@@ -54,6 +59,7 @@ class Plan:
     token_budget: int
     launch_cost: int
     notice: str = field(default="", repr=False)
+    cost_multiple: int = 1
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -61,8 +67,7 @@ class Plan:
     @property
     def slots_per_group(self) -> Ints:
         """(K,) int64: rows x width, summed over axes."""
-        slots: Ints = np.array([len(rows) for rows in self.groups], np.int64) * self.widths.sum(axis=1)
-        return slots
+        return self._areas(self.widths)
 
     @property
     def slots(self) -> int:
@@ -81,11 +86,20 @@ class Plan:
 
     @property
     def cost(self) -> int:
-        """What the planner minimises, in slots: slots + launch_cost * K."""
-        return self.slots + self.launch_cost * len(self)
+        """What the planner minimises, in slots: rows x cost width over all groups + launch_cost * K.
+
+        The cost width is the width, rounded up to `cost_multiple` on each axis; it may pass the batch's width.
+        """
+        areas = self._areas(round_up(self.widths, self.cost_multiple))
+        return int(areas.sum()) + self.launch_cost * len(self)
+
+    def _areas(self, widths: Ints) -> Ints:
+        """(K,) int64: rows x width of each group, for (K, A) widths."""
+        areas: Ints = np.array([len(rows) for rows in self.groups], np.int64) * widths.sum(axis=1)
+        return areas
 
     def at_least(self, k: int) -> Plan:
-        """Cuts groups until there are `k`, each time by that one cut of all which saves most slots.
+        """Cuts groups until there are `k`, each time by that one cut of all which saves most cost, then most slots.
 
         Args:
             k: wanted number of micro-batches.
@@ -122,6 +136,7 @@ def plan_micro_batches(
     launch_cost: int = 128,
     method: Literal["optimal", "greedy"] = "optimal",
     riders: Any = None,
+    cost_multiple_of: int = 1,
 ) -> Plan:
     """Splits a batch into micro-batches whose rows x rounded width stay within a token budget.
 
@@ -138,9 +153,13 @@ def plan_micro_batches(
         riders: (B,) bool, rows without loss tokens. The mean loss of riders alone would be 0 / 0, so each group
             gets a row that is none, from elsewhere in the sorted order if need be. Where that happens, the plan
             is a good one, not always the best. If no row carries loss, the rule is off.
+        cost_multiple_of: to what the model pads inside (the `chunk_size` of chunked scans). If above 1, a group
+            costs rows x (its width rounded up to a multiple of this, on each axis and even past `max_width`). Budget,
+            widths and slots stay those of the layout. "greedy" ignores it.
 
     Returns:
-        The plan; empty for no rows. Of plans of equal cost, one with the fewest groups.
+        The plan; empty for no rows. Of plans of equal cost, one with the fewest groups, and of these (up to some
+        10,000 rows, or 1,000 with riders) one with the fewest slots.
 
     Raises:
         PlanError: an option or a length is out of range; the message names it, its value and the fix.
@@ -164,6 +183,7 @@ def plan_micro_batches(
         launch_cost=launch_cost,
         method=method,
         riders=riders,
+        cost_multiple_of=cost_multiple_of,
     )
     if plan.notice:
         warnings.warn(plan.notice, PadMinWarning, stacklevel=2)
@@ -181,6 +201,7 @@ def plan_quietly(
     launch_cost: int,
     method: Literal["optimal", "greedy"],
     riders: Any,
+    cost_multiple_of: int = 1,
 ) -> Plan:
     """`plan_micro_batches` for callers that tell `Plan.notice` in their own way, once for many batches."""
     if method not in ("optimal", "greedy"):
@@ -190,16 +211,18 @@ def plan_quietly(
     _check_integer("launch_cost", launch_cost, least=0, most=_MOST)
     table = _as_lengths(lengths)
     rounded = _round_up(table, pad_to_multiple_of, max_width)
+    multiple = _check_integer("cost_multiple_of", cost_multiple_of, most=_MOST)
     riding = _as_riders(riders, len(table))
-    whole = len(table) * int(rounded.max(axis=0, initial=0).sum())
-    if whole >= 2**62:
-        raise PlanError(f"lengths: {len(table)} rows x longest = {whole} slots is above 2**62; plan fewer rows")
+    whole = _slots_of_all("lengths", rounded)
+    _slots_of_all("cost_multiple_of", round_up(rounded, multiple))
     budget = whole if token_budget is None else _check_integer("token_budget", token_budget)
     most_rows = len(table) if max_rows is None else _check_integer("max_rows", max_rows)
-    limits = Limits(min(budget, whole), min(most_rows, len(table)), int(launch_cost))
+    # Greedy takes no notice of costs, not even between the orders that it tries for riders.
+    searched = multiple if method == "optimal" else 1
+    limits = Limits(min(budget, whole), min(most_rows, len(table)), int(launch_cost), searched)
     alone = np.flatnonzero(rounded.sum(axis=1) > limits.budget)
     empty = np.zeros((0, table.shape[1]), np.int64)
-    plan = Plan((), empty, table, alone, rounded, riding, budget, limits.launch_cost)
+    plan = Plan((), empty, table, alone, rounded, riding, budget, limits.launch_cost, cost_multiple=multiple)
     if not len(table):
         return plan
     pieces = arrange(table, rounded, ~riding, limits, optimal_sizes if method == "optimal" else greedy_sizes)
@@ -209,27 +232,38 @@ def plan_quietly(
 
 
 class _Cut(NamedTuple):
-    """A cut of one group of sorted rows. Ordered by what it loses: minus the slots saved, or 1 if there is none."""
+    """A cut of one group of sorted rows. Ordered by what it loses: minus the cost saved, or 1 if there is none."""
 
     loss: int
+    slots_lost: int
     serial: int
     position: int
     rows: Ints
 
 
 def _best_cut(rows: Ints, serial: int, plan: Plan) -> _Cut:
-    """The cut of `rows` (n,) that saves most slots, of those that leave a non-rider on both sides."""
+    """The cut of `rows` (n,) that saves most cost, then slots, of those that leave a non-rider on both sides."""
     carriers = np.cumsum(~plan.riders[rows])
     allowed = (carriers[:-1] > 0) & (carriers[:-1] < carriers[-1])
     if not allowed.any():
-        return _Cut(1, serial, 0, rows)
+        return _Cut(1, 0, serial, 0, rows)
     table = plan.rounded[rows]
+    slots = _cut_losses(table)
+    loss = slots
+    if plan.cost_multiple > 1:
+        loss = _cut_losses(round_up(table, plan.cost_multiple))
+        allowed &= loss == loss[allowed].min()
+    best = int(np.where(allowed, slots, 1).argmin())
+    return _Cut(int(loss[best]), int(slots[best]), serial, best + 1, rows)
+
+
+def _cut_losses(table: Ints) -> Ints:
+    """(n - 1,) minus the slots that each cut of n rows (n, A) saves."""
     before = np.maximum.accumulate(table).sum(axis=1)
     after = np.maximum.accumulate(table[::-1])[::-1].sum(axis=1)
-    count = np.arange(1, len(rows))
-    loss = count * before[:-1] + count[::-1] * after[1:] - len(rows) * before[-1]
-    best = int(np.where(allowed, loss, 1).argmin())
-    return _Cut(int(loss[best]), serial, best + 1, rows)
+    count = np.arange(1, len(table))
+    losses: Ints = count * before[:-1] + count[::-1] * after[1:] - len(table) * before[-1]
+    return losses
 
 
 def _longest_first(pieces: list[Ints], lengths: Ints, rounded: Ints) -> tuple[tuple[Ints, ...], Ints]:
@@ -253,6 +287,14 @@ def _check_integer(name: str, value: Any, least: int = 1, most: int | None = Non
     if most is not None and value > most:
         raise PlanError(f"{name}={value!r} is too large, use at most {most}")
     return int(value)
+
+
+def _slots_of_all(name: str, widths: Ints) -> int:
+    """Slots of all rows in one group, by (B, A) widths; refuses what would leave int64 no room."""
+    slots = len(widths) * int(widths.max(axis=0, initial=0).sum())
+    if slots >= 2**62:
+        raise PlanError(f"{name}: {len(widths)} rows x longest = {slots} slots is above 2**62; plan fewer rows")
+    return slots
 
 
 def _as_array(name: str, value: Any) -> NDArray[Any]:
@@ -284,7 +326,7 @@ def _as_lengths(lengths: Any) -> Ints:
 
 def _round_up(lengths: Ints, multiple: int, max_width: int | Sequence[int] | None) -> Ints:
     """Lengths (B, A) rounded up to the multiple, but not past the width of the batch."""
-    rounded: Ints = -(-lengths // multiple) * multiple
+    rounded = round_up(lengths, multiple)
     if max_width is None:
         return rounded
     given = np.ravel(np.array(max_width, dtype=object))

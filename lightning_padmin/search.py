@@ -1,7 +1,7 @@
 """Where to cut the sorted rows: the search behind `planner.plan_micro_batches`, on arrays that are known to be valid.
 
 Shapes: B rows, A axes (2 for encoder-decoder rows, else 1). A run is a group of rows that follow one another in the
-sorted order; an area is its rows x width.
+sorted order; an area is its rows x width. It costs rows x cost width: the width, rounded up to a multiple on each axis.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 
+def round_up(lengths: Ints, multiple: int) -> Ints:
+    """Each length, rounded up to a multiple."""
+    rounded: Ints = -(-lengths // multiple) * multiple
+    return rounded
+
+
 class Limits(NamedTuple):
-    """Most slots and rows of one group, and what one more group costs, in slots."""
+    """Most slots and rows of one group, what one more group costs, in slots, and of what cost widths are multiples."""
 
     budget: int
     max_rows: int
     launch_cost: int
+    cost_multiple: int = 1
 
     def broken_by(self, count: int, area: int) -> bool:
         """Whether `count` rows on `area` slots may not be a group; one row alone always may."""
@@ -50,13 +57,21 @@ def arrange(lengths: Ints, rounded: Ints, carrier: Bools, limits: Limits, solve:
         wish = _split(order, optimal_sizes(_rows_of(rounded, order), carrier[order], limits, lend=True))
         if not all(carrier[piece].any() for piece in wish):
             orders.append(_lend(wish, carrier))
-    tried: list[tuple[int, int, int, list[Ints]]] = []
+    tried: list[tuple[int, int, int, int, int, list[Ints]]] = []
+    # Costs of many tokens at once are often equal; then fewer groups and slots decide.
+    coarse = limits.cost_multiple > 1
+    costs = round_up(rounded, limits.cost_multiple)
     for turn, order in enumerate(orders):
         pieces = _split(order, solve(_rows_of(rounded, order), carrier[order], limits))
-        areas = [len(p) * int(rounded[p].max(axis=0).sum()) for p in pieces]
+        areas = _areas_of(rounded, pieces)
         broken = [area for p, area in zip(pieces, areas, strict=True) if limits.broken_by(len(p), area)]
-        tried.append((max(broken, default=0), sum(areas) + limits.launch_cost * len(areas), turn, pieces))
-    return min(tried)[3]
+        cost = sum(_areas_of(costs, pieces) if coarse else areas) + limits.launch_cost * len(areas)
+        tried.append((max(broken, default=0), cost, coarse * len(areas), coarse * sum(areas), turn, pieces))
+    return min(tried)[-1]
+
+
+def _areas_of(widths: Ints, pieces: list[Ints]) -> list[int]:
+    return [len(p) * int(widths[p].max(axis=0).sum()) for p in pieces]
 
 
 def _lend(pieces: list[Ints], carrier: Bools) -> Ints:
@@ -80,36 +95,34 @@ def _lend(pieces: list[Ints], carrier: Bools) -> Ints:
 
 
 def optimal_sizes(rows: Ints, carrier: Bools, limits: Limits, lend: bool = False) -> list[int]:
-    """Run sizes of least cost: best[i] = min over sizes of (area(i, size) + launch cost + best[i + size]).
+    """Run sizes of least cost: best[i] = min over sizes of (cost(i, size) + launch cost + best[i + size]).
 
-    All numbers are scaled by B + 1 and each run costs 1 on top, so the number of runs decides between equal
-    costs. If no run from a start fits and has a carrier, the shortest that has one is taken at a price no other
-    plan reaches. With `lend`, riders may be a run, if there is room for the carrier to come, whose slots they pay.
+    All numbers are scaled, see `_scaled`, so that of plans of equal cost one with the fewest runs is taken. If no
+    run from a start fits and has a carrier, the shortest that has one is taken at a price no other plan reaches.
+    With `lend`, riders may be a run, if there is room for the carrier to come, whose slots they pay.
     """
-    n, unit = len(rows), len(rows) + 1
-    widest = int(rows.reshape(n, -1).max(axis=0).sum())
-    price = unit * n * (widest + limits.launch_cost + 1)
-    dead = price * (2 if carrier.all() else n + 2)
-    kind: Any = np.int64 if 2 * dead < 2**63 else object  # Python integers where int64 could overflow
+    n = len(rows)
+    scaled, launch, budget, price, dead = _scaled(rows, limits, 2 if carrier.all() else n + 2)
     leading, needed = _needs(carrier)
     most = _useful_rows(rows, leading, limits).tolist()
     last = n - 1 if lend else int(np.flatnonzero(carrier)[-1])
     lead_of, need_of = leading.tolist(), [1] * n if lend else needed.tolist()
-    launch, budget = limits.launch_cost * unit + 1, limits.budget * unit
-    rows, counts = rows.astype(kind) * unit, np.arange(1, n + 1).astype(kind)
-    best = np.zeros(n + 1, kind)
+    if rows.ndim == 1 and carrier.all():
+        need_of = _least_rows(rows, limits).tolist()
+    counts = np.arange(1, n + 1).astype(scaled.dtype)
+    best = np.zeros(n + 1, scaled.dtype)
     best[last + 1 : n] = dead  # only riders are left
     sizes = [0] * n
     for i in range(last, -1, -1):
         least, extra = need_of[i], launch
-        areas = _areas(rows, counts, i, most[i], budget)
+        areas = _areas(scaled, counts, i, most[i], budget)
         if lend and lead_of[i]:
             riding = areas[: lead_of[i]]
             riding += riding // counts[: len(riding)]
-            no_room = areas[-1] > budget or len(areas) >= limits.max_rows
-            areas = areas[:-1] if no_room and len(riding) == len(areas) > 1 else areas
+            if len(riding) == len(areas) > 1 and not _room_for_one(rows[i : i + len(areas)], limits):
+                areas = areas[:-1]
         if least > len(areas):
-            areas, extra = _areas(rows, counts, i, least, price), launch + price
+            areas, extra = _areas(scaled, counts, i, least, price), launch + price
         totals = areas[least - 1 :] + best[i + least : i + len(areas) + 1]
         choice = len(totals) - 1 - int(totals[::-1].argmin())  # of equals the fuller run, so the largest comes first
         sizes[i] = least + choice
@@ -118,6 +131,48 @@ def optimal_sizes(rows: Ints, carrier: Bools, limits: Limits, lend: bool = False
     while starts[-1] < n:
         starts.append(starts[-1] + sizes[starts[-1]])
     return [end - start for start, end in itertools.pairwise(starts)]
+
+
+class _Scaled(NamedTuple):
+    """The numbers of `optimal_sizes`: rows, one more run, budget of a run, price of a forced run, and a dead end."""
+
+    rows: NDArray[Any]
+    launch: int
+    budget: int
+    price: int
+    dead: int
+
+
+def _scaled(rows: Ints, limits: Limits, prices: int) -> _Scaled:
+    """Scales so that sums of integers are compared by cost, then by the number of runs, then by slots.
+
+    A slot of cost counts `unit` and a run `run` on top. Where cost widths are wider than the rows, a slot of the
+    layout counts 1, if int64 has the room: up to some 10,000 rows of 1,000 tokens, or 1,000 rows with riders.
+    A dead end costs as much as `prices` forced runs.
+    """
+    n = len(rows)
+    costs = round_up(rows, limits.cost_multiple)
+    price = n * (_width(costs) + limits.launch_cost + 1)
+    run = 2 * n * _width(rows) + 1 if limits.cost_multiple > 1 else 1  # twice, since with `lend` a row is lent to each
+    if 2 * prices * price * (n + 1) * run >= 2**63:
+        run = 1
+    unit = (n + 1) * run
+    dead = prices * price * unit
+    kind: Any = np.int64 if 2 * dead < 2**63 else object  # Python integers where int64 could overflow
+    scaled = costs.astype(kind) * unit + (rows if run > 1 else 0)
+    # Scaled costs can be held against the budget only where they are scaled slots; else `_useful_rows` is exact.
+    budget = limits.budget * unit if limits.cost_multiple == 1 else price * unit
+    return _Scaled(scaled, limits.launch_cost * unit + run, budget, price * unit, dead)
+
+
+def _width(rows: Ints) -> int:
+    """Width of all these rows together, summed over axes."""
+    return int(rows.reshape(len(rows), -1).max(axis=0).sum())
+
+
+def _room_for_one(rows: Ints, limits: Limits) -> bool:
+    """Whether one more row, no wider than these, keeps to the limits."""
+    return not limits.broken_by(len(rows) + 1, (len(rows) + 1) * _width(rows))
 
 
 def greedy_sizes(rows: Ints, carrier: Bools, limits: Limits) -> list[int]:
@@ -158,11 +213,15 @@ def _fitting_rows(rows: Ints, limits: Limits) -> Ints:
 def _useful_rows(rows: Ints, leading: Ints, limits: Limits) -> Ints:
     """As `_fitting_rows`, without runs that one more cut would improve; what is left is near-linear to search.
 
-    Cutting [i, j) at p saves at least (own[i] - tail[p]) * (j - p) slots, where no run from p on is wider than
-    tail[p]. If that exceeds the launch cost and both pieces have a carrier, [i, j) is in no best plan.
+    Cutting [i, j) at p saves a cost of at least (own[i] - tail[p]) * (j - p), where no run from p on has a cost
+    width above tail[p]. If that exceeds the launch cost and both pieces have a carrier, [i, j) is in no best plan.
+    Exact in the budget if costs are not slots.
     """
     most = _fitting_rows(rows, limits)
-    table = rows.reshape(len(rows), -1)
+    if rows.ndim > 1 and limits.cost_multiple > 1:
+        counts = np.arange(1, len(rows) + 1)
+        most = np.array([len(_areas(rows, counts, i, m, limits.budget)) for i, m in enumerate(most.tolist())])
+    table = round_up(rows, limits.cost_multiple).reshape(len(rows), -1)
     own = table.sum(axis=1)
     tail = np.maximum.accumulate(table[::-1])[::-1].sum(axis=1)
     offset = 1
@@ -173,6 +232,19 @@ def _useful_rows(rows: Ints, leading: Ints, limits: Limits) -> Ints:
         most[:-offset] = np.minimum(most[:-offset], offset + np.maximum(useful, leading[offset:]))
         offset *= 2
     return most
+
+
+def _least_rows(rows: Ints, limits: Limits) -> Ints:
+    """From each start, the least rows of a run in a best plan, for `rows` (B,) that all are carriers.
+
+    Where all rows of one cost width that are left fit in one run, no best plan has a shorter one. If the next run
+    ended among them, merging both would save a launch; if not, cutting between the cost widths instead would be
+    cheaper. So the inside of a long stretch of equal cost, where no cut helps, is not searched.
+    """
+    here = np.arange(len(rows))
+    costs = round_up(rows, limits.cost_multiple)
+    ends = np.searchsorted(-costs, -costs, side="right")
+    return np.where(ends - here <= _fitting_rows(rows, limits), ends - here, 1)
 
 
 def _areas(rows: Ints, counts: Ints, start: int, most: int, budget: int) -> Ints:

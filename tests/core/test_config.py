@@ -22,6 +22,7 @@ from lightning_padmin.fields import parse_field
 
 BAD: dict[str, list[Any]] = {
     "enabled": [1, "yes", None],
+    "cost_multiple_of": [0, -1, 1.5, "64", True],
     "mode": ["single", None, 1, ["split"]],
     "check": [True, "on", None, "first batch"],
     "token_budget": [0, -5, 2.0, "8192", True, [8]],
@@ -45,6 +46,7 @@ BAD: dict[str, list[Any]] = {
 }
 GOOD: dict[str, list[Any]] = {
     "enabled": [False],
+    "cost_multiple_of": [1, 256, None],
     "mode": ["split", "joint", "replay", "auto"],
     "check": ["off", "first-batch"],
     "token_budget": [1, None, np.int64(512), 2**40],

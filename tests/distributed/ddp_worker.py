@@ -251,6 +251,34 @@ def joint() -> Any:
     return pair(Coupled, batches(count=4), {"mode": "joint"}, accumulate_grad_batches=2)
 
 
+class Manual(support.Module):
+    """Manual optimization, two batches per step."""
+
+    def __init__(self, added: PadMinCallback | None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.added = [added]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pairs = [(batch, 1.0)] if self.added[0] is None else self.added[0].micro_batches(batch)
+        for micro, weight in pairs:
+            self.manual_backward(self.loss(micro) * weight / 2)
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def manual() -> Any:
+    plain, added = Manual(None), callback()
+    split = Manual(added)
+    fit(plain, batches(count=4))
+    fit(split, batches(count=4), added)
+    return {"plain": record(plain), "split": record(split), "stats": added.stats.state_dict()}
+
+
 def reductions() -> Any:
     """How often DistributedDataParallel reduces a bucket in one batch of five micro-batches."""
     calls = [0]

@@ -25,6 +25,7 @@ SCENARIOS = [
     "one_rank_malformed",
     "checked",
     "joint",
+    "manual",
     "reductions",
     "synchronised_logging",
     "variants",
@@ -164,6 +165,15 @@ def test_joint_mode_with_a_loss_that_couples_rows(ranks: Ranks) -> None:
         assert result["stats"]["micro_batches"] == chunks
         assert result["logged"]["padmin/micro_batches"] == 24
     assert torch.equal(*(rank["joint"]["split"]["parameters"] for rank in ranks))
+
+
+def test_manual_optimization(ranks: Ranks) -> None:
+    for rank, count in zip(ranks, (20, 20), strict=True):
+        result = rank["manual"]
+        assert len(result["plain"]["gradients"]) == 2
+        assert worst(result) <= 1e-12
+        assert result["stats"]["micro_batches"] == count
+    assert torch.equal(*(rank["manual"]["split"]["parameters"] for rank in ranks))
 
 
 def test_an_error_in_the_checked_step_stops_both_ranks(ranks: Ranks) -> None:

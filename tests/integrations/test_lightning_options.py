@@ -49,6 +49,7 @@ VALUES: dict[str, Any] = {
     "pad_to_multiple_of": 8,
     "max_rows": 3,
     "launch_cost": 0,
+    "cost_multiple_of": 64,
     "method": "greedy",
     "mode": "split",
     "check": "off",

@@ -70,9 +70,11 @@ class Fetches(Module):
         return super().training_step(next(dataloader_iter)[0], 0)
 
 
-def test_manual_optimization() -> None:
-    match = r"automatic_optimization=False: loop over lightning_padmin\.iter_micro_batches\(batch, config\)"
-    refused(MisconfigurationException, match, Manual(), loader(ragged_batches(1)), padmin())
+def test_joint_mode_with_manual_optimization() -> None:
+    module = Module()
+    module.automatic_optimization = False
+    match = r"mode='joint' needs automatic optimization.*lightning_padmin\.PaddedForward"
+    refused(MisconfigurationException, match, module, loader(ragged_batches(1)), padmin(mode="joint"))
 
 
 def test_dataloader_iter() -> None:
