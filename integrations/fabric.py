@@ -38,8 +38,9 @@ from lightning_padmin.errors import ConfigError, SchemaError
 from lightning_padmin.guards import (
     ArchitectureError,
     batch_statistics,
+    inspect_model,
     is_encoder_decoder,
-    refuse_architecture,
+    row_limit,
     with_scan_chunk,
 )
 from lightning_padmin.loops import LoopGuard
@@ -218,6 +219,7 @@ class FabricPadMin:
                 exchange=exchange,
                 encoder_decoder=is_encoder_decoder(original),
                 before_reading=check,
+                row_limit=row_limit(inspect_model(original)),
             )
         return self._batchers[model]
 
@@ -231,8 +233,11 @@ class FabricPadMin:
         if wrong is not None:
             raise ArchitectureError(wrong)
         if not seen:
-            for finding in refuse_architecture(original):
-                rank_zero_info(f"FabricPadMin: {finding.where}: {finding.reason}")
+            for finding in inspect_model(original):
+                if finding.severity == "refuse" and finding.exact_up_to is None:
+                    raise ArchitectureError(f"{finding.where}: {finding.reason}")
+                if finding.severity != "refuse":
+                    rank_zero_info(f"FabricPadMin: {finding.where}: {finding.reason}")
             seen.append(True)
 
     def _count(self, stats: PaddingStats) -> None:

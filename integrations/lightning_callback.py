@@ -42,7 +42,15 @@ from lightning_padmin.config import (
 )
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone, exchange_at_end
 from lightning_padmin.errors import ConfigError, PadMinWarning
-from lightning_padmin.guards import batch_statistics, inspect_model, is_encoder_decoder, scan_chunk, with_scan_chunk
+from lightning_padmin.guards import (
+    Finding,
+    batch_statistics,
+    inspect_model,
+    is_encoder_decoder,
+    row_limit,
+    scan_chunk,
+    with_scan_chunk,
+)
 from lightning_padmin.integrations import lightning_loop
 from lightning_padmin.integrations.lightning_check import FirstBatchCheck
 from lightning_padmin.integrations.lightning_loop import JointOptimization, SplitOptimization
@@ -129,6 +137,7 @@ class PadMinCallback(pl.Callback):
         self._check: FirstBatchCheck | None = None
         self._loss_tokens: int | None = None
         self._loops = LoopGuard()
+        self._row_limit: int | None = None
         self._trainer: pl.Trainer | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -137,7 +146,8 @@ class PadMinCallback(pl.Callback):
             return
         self._remove()  # in case an earlier fit ended without telling us
         _refuse_unsupported(trainer, pl_module, self.config.mode)
-        corrects = _heed_architecture(pl_module, self.config.mode, self.config.pad_to_multiple_of)
+        findings = _heed_architecture(pl_module, self.config.mode, self.config.pad_to_multiple_of)
+        corrects, self._row_limit = any(each.severity == "correct" for each in findings), row_limit(findings)
         self._exchange = exchange_all if trainer.world_size > 1 else exchange_alone
         self._trainer, self._since_log = trainer, PaddingStats()
         if not pl_module.automatic_optimization:
@@ -292,6 +302,7 @@ class PadMinCallback(pl.Callback):
             exchange=self._exchange,
             encoder_decoder=is_encoder_decoder(module),
             before_reading=check,
+            row_limit=self._row_limit,
         )
 
     def _count(self, stats: PaddingStats) -> None:
@@ -382,19 +393,20 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: s
         )
 
 
-def _heed_architecture(module: pl.LightningModule, mode: str, width: int) -> bool:
-    """Refuses models that cannot be split; whether rolling corrects them. Batch normalization may still be frozen."""
+def _heed_architecture(module: pl.LightningModule, mode: str, width: int) -> list[Finding]:
+    """Refuses models that cannot be split. Batch normalization may still be frozen, and rows may be short enough."""
     findings = inspect_model(module)
     for finding in findings:
         if finding.rule == "chunked-width" and width % (scan_chunk(module) or 1):
             raise MisconfigurationException(f"{finding.where}: {finding.reason}")
         balance = finding.rule == "balance-loss"
-        if finding.severity == "refuse" and finding.rule != "batch-norm" and not (balance and mode == "joint"):
+        later = finding.rule == "batch-norm" or finding.exact_up_to is not None or (balance and mode == "joint")
+        if finding.severity == "refuse" and not later:
             also = ". PadMinCallback(mode='joint') does the former" if balance else ""
             raise MisconfigurationException(f"{finding.where}: {finding.reason}{also}")
         if finding.severity != "refuse":
             rank_zero_info(f"PadMinCallback: {finding.where}: {finding.reason}")
-    return any(finding.severity == "correct" for finding in findings)
+    return findings
 
 
 def _refuse_combined_loaders(trainer: pl.Trainer) -> None:

@@ -7,7 +7,7 @@ that the core needs no transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,12 +36,14 @@ class Finding:
         severity: `"refuse"`, `"correct"` or `"advise"`.
         where: the module or configuration that shows it.
         reason: one sentence, with the fix where there is one.
+        exact_up_to: of a refusal: rows of at most this many positions are exact all the same.
     """
 
     rule: str
     severity: Severity
     where: str
     reason: str
+    exact_up_to: int | None = None
 
 
 # Scaled rotary embeddings whose frequencies depend on the longest position of the call ("su" is longrope's old name).
@@ -113,6 +115,11 @@ def refuse_architecture(model: nn.Module) -> list[Finding]:
     return findings
 
 
+def row_limit(findings: Iterable[Finding]) -> int | None:
+    """The longest row for which refusals that depend on lengths do not hold; None where there is no such refusal."""
+    return min((each.exact_up_to for each in findings if each.exact_up_to is not None), default=None)
+
+
 def batch_statistics(model: nn.Module) -> str | None:
     """What is wrong with a module whose result depends on which rows run together, or on how often it runs.
 
@@ -169,13 +176,18 @@ def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _of_config(where: str, config: Any) -> Iterator[Finding]:
     kind = config.model_type
-    for rope in sorted(_rope_types(config) & _LENGTH_DEPENDENT_ROPE):
+    ropes = _ropes(config)
+    for rope in sorted(ropes.keys() & _LENGTH_DEPENDENT_ROPE):
+        limit = ropes[rope]
+        shorter = "" if limit is None else f", train on rows of at most {limit} positions (which are exact)"
         yield Finding(
             "length-dependent-rope",
             "refuse",
             where,
             f"rope type {rope!r}: this model's rotary embedding depends on the longest row of the call, so a row gives "
-            "other outputs in a shorter micro-batch. Use a fixed scaling (linear, yarn, llama3), or do not split",
+            f"other outputs in a shorter micro-batch. Use a fixed scaling (linear, yarn, llama3){shorter}, or do not "
+            "split",
+            limit,
         )
     weight = getattr(config, "router_aux_loss_coef", getattr(config, "aux_loss_coef", 0)) or 0
     if getattr(config, "output_router_logits", False) and weight > 0:
@@ -225,14 +237,26 @@ def _left_padding(config: Any) -> str | None:
     return _LEFT_PADDING.get(kind)
 
 
-def _rope_types(config: Any) -> set[str]:
-    """Types of rotary scaling in a configuration: one for all layers, or one per kind of layer."""
-    found: set[str] = set()
+def _ropes(config: Any) -> dict[str, int | None]:
+    """Type of each rotary scaling in a configuration (one for all layers, or one per kind of layer) -> original length.
+
+    Up to that length frequencies are the original ones, so rows do not depend on one another.
+    """
+    found: dict[str, int | None] = {}
     for name in ("rope_scaling", "rope_parameters"):
         stack = [getattr(config, name, None)]
         while stack:
             part = stack.pop()
             if isinstance(part, Mapping):
-                found |= {value for key in ("rope_type", "type") if isinstance(value := part.get(key), str)}
+                for kind in (value for key in ("rope_type", "type") if isinstance(value := part.get(key), str)):
+                    found[kind] = _original_length(kind, part, config)
                 stack.extend(part.values())
     return found
+
+
+def _original_length(kind: str, rope: Mapping[str, Any], config: Any) -> int | None:
+    name = "original_max_position_embeddings"
+    values = [rope.get(name), getattr(config, name, None)]
+    if kind == "dynamic":  # scaled from the configured length on; the original one, if given, is not looked at
+        values = [getattr(config, "max_position_embeddings", None)]
+    return next((value for value in values if isinstance(value, int) and value > 0), None)

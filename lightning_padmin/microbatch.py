@@ -19,6 +19,7 @@ from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
 from lightning_padmin.errors import PadMinError, PadMinWarning
 from lightning_padmin.fields import AXES, Axis, Schema
+from lightning_padmin.guards import ArchitectureError
 from lightning_padmin.layout import SlotMap, pad_layout, take_batch
 from lightning_padmin.planner import Plan, plan_quietly
 from lightning_padmin.rows import RowTable, measure
@@ -47,6 +48,7 @@ class MicroBatcher:
         exchange: the collective (`distributed.exchange_all`); by default this process is alone.
         encoder_decoder: the model is an encoder-decoder, so labels run along the decoder.
         before_reading: called before each batch is read; what it raises, all ranks hear of.
+        row_limit: longest row that may be regrouped, see `guards.row_limit`.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class MicroBatcher:
         *,
         encoder_decoder: bool = False,
         before_reading: Callable[[], None] | None = None,
+        row_limit: int | None = None,
     ) -> None:
-        self._before_reading = before_reading
+        self._before_reading, self._row_limit = before_reading, row_limit
         self.config, self.encoder_decoder = as_config(config), encoder_decoder
         self._declared, self._last_schema = schema, schema
         self._exchange = exchange or exchange_alone
@@ -132,6 +135,13 @@ class MicroBatcher:
             label_shift=config.label_shift,
             loss_reduction=config.loss_reduction,
         )
+        longest = math.ceil(int(table.length.max()) / config.pad_to_multiple_of) * config.pad_to_multiple_of
+        if self._row_limit is not None and longest > self._row_limit:
+            raise ArchitectureError(
+                f"a row takes {longest} positions, and this model's rotary embedding depends on the longest row of the "
+                f"call beyond {self._row_limit}: shorten rows to {self._row_limit}, use a fixed scaling (linear, yarn, "
+                "llama3), or enabled=False"
+            )
         return schema, table
 
     def _plan(self, batch: Any) -> tuple[Schema, RowTable, Plan]:

@@ -24,7 +24,7 @@ from lightning_padmin.causal_loss import CausalLoss
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import BatchError, ConfigError
-from lightning_padmin.guards import with_scan_chunk
+from lightning_padmin.guards import ArchitectureError, batch_statistics, inspect_model, row_limit, with_scan_chunk
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.sequence import MicroBatch, MicroBatches
 
@@ -50,6 +50,7 @@ class PaddedForward:
 
     Raises:
         ConfigError: an option is malformed.
+        ArchitectureError: the model's outputs for a row depend on the rows that run with it.
 
     Example:
         >>> outputs = PaddedForward(model, PadMinConfig(token_budget=8192))(**inputs)
@@ -71,10 +72,14 @@ class PaddedForward:
             raise ConfigError(f"mode={mode!r}: expected one of {', '.join(map(repr, _MODES))}")
         self.model, self.mode, self.no_sync = model, mode, no_sync
         self.config = replace(as_config(config), loss_reduction="row-mean", normalize="rank")
+        findings = inspect_model(model) if isinstance(model, nn.Module) else []
+        for finding in findings:  # batch normalization may still be frozen; the balance loss is taken of all rows
+            if finding.rule == "length-dependent-rope" and finding.exact_up_to is None:
+                raise ArchitectureError(f"{finding.where}: {finding.reason}")
         if isinstance(model, nn.Module):
             self.config = with_scan_chunk(self.config, model)
         self.micro_batches: MicroBatches | None = None
-        self._batcher = MicroBatcher(self.config, exchange=exchange)
+        self._batcher = MicroBatcher(self.config, exchange=exchange, row_limit=row_limit(findings))
         self._outputs = dict(outputs or {})
         self._takes_use_cache = _takes(model, "use_cache")
         self._pending: list[_Chunk] = []
@@ -91,6 +96,9 @@ class PaddedForward:
             PadMinError: the batch cannot be planned.
         """
         self._refuse(args)
+        wrong = batch_statistics(self.model) if isinstance(self.model, nn.Module) else None
+        if wrong is not None:
+            raise ArchitectureError(wrong)
         has_labels = inputs.get(self.config.labels_key) is not None
         own_loss = CausalLoss.of(self.model, self.config, inputs) if has_labels else None
         if self._takes_use_cache:
