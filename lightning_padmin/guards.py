@@ -145,6 +145,13 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return any(getattr(config, "is_encoder_decoder", False) is True for config in configs)
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether some configuration inside of the model routes tokens to experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    counts = (getattr(config, name, None) for _, config in _configs(model) for name in names)
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
 def scan_chunk(model: nn.Module) -> int | None:
     """Positions per chunk of a chunked scan (Mamba2 and its hybrids), which pads inside to a multiple of it."""
     for _, config in _configs(model):

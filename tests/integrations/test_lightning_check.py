@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -336,3 +337,36 @@ def test_the_tokens_of_a_row_that_is_over_the_budget() -> None:
         pytest.raises(GradientCheckError, match="loss_reduction='row-mean'"),
     ):
         fit(Module("row-mean"), batches, padmin())
+
+
+class Routed(nn.Module):
+    """Some gradients differ by a part where fewer rows run, as with tokens that rounding sends to other experts."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(model_type="mixtral", num_local_experts=experts)
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight * (1 + 0.3 * torch.tensor([float(len(ids) < 4), 0, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("experts", [1, 8])
+def test_experts_in_half_precision_are_warned_of(experts: int) -> None:
+    class Experts(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Routed(experts)
+
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.model(batch["input_ids"]).mean()
+
+    batches = [make_batch([6, 6, 3, 3])]
+    if experts > 1:
+        with pytest.warns(PadMinWarning, match="rounding sends to other experts"):
+            fit(Experts(), batches, padmin(loss_reduction="row-mean"), precision="bf16-mixed")
+    else:
+        with pytest.raises(GradientCheckError):
+            fit(Experts(), batches, padmin(loss_reduction="row-mean"), precision="bf16-mixed")
+    with pytest.raises(GradientCheckError):
+        fit(Experts(), batches, padmin(loss_reduction="row-mean"))
