@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from numpy.typing import NDArray
 from torch import nn
@@ -52,6 +52,7 @@ from lightning_padmin.guards import (
     with_scan_chunk,
 )
 from lightning_padmin.integrations import lightning_loop
+from lightning_padmin.integrations.deepspeed_boundary import find_engine
 from lightning_padmin.integrations.lightning_check import FirstBatchCheck
 from lightning_padmin.integrations.lightning_loop import JointOptimization, SplitOptimization
 from lightning_padmin.loops import LoopGuard
@@ -61,7 +62,7 @@ from lightning_padmin.schema import Field
 from lightning_padmin.stats import PaddingStats
 
 # Subclasses of strategies that are supported.
-_UNKNOWN_KINDS = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
+_UNKNOWN_KINDS = (XLAStrategy, SingleDeviceXLAStrategy)
 
 
 @refuses_unknown_options
@@ -83,7 +84,7 @@ class PadMinCallback(pl.Callback):
         config: a `PadMinConfig` in place of single options. All other options are explained there.
 
     Attributes:
-        stats: `PaddingStats` of this rank, over all fits with this callback (kept in checkpoints).
+        stats: `PaddingStats` of this rank, over all fits with this callback. Checkpoints keep those of rank 0.
         micro_index, micro_count: which micro-batch runs, for hooks that fire once for each.
 
     Raises:
@@ -100,14 +101,14 @@ class PadMinCallback(pl.Callback):
         token_budget: int | None = 16_384,
         *,
         mode: Literal["auto", "split", "joint", "replay"] = "auto",
-        check: Literal["first-batch", "off"] = "first-batch",
+        check: Literal["first-batch", "off"] | bool = "first-batch",
         loss_reduction: LossReduction | RowWeight = "token-mean",
         normalize: Literal["rank", "global"] = "rank",
         label_shift: int | None = None,
         ignore_index: int = -100,
         pad_token_id: int | None = None,
         mask_key: str = "attention_mask",
-        labels_key: str = "labels",
+        labels_key: str | None = "labels",
         decoder_mask_key: str = "decoder_attention_mask",
         loss_mask_key: str | None = None,
         batch_schema: Mapping[str, Field | str | Mapping[str, Any]] | None = None,
@@ -136,7 +137,7 @@ class PadMinCallback(pl.Callback):
         self._restore: Callable[[], None] | None = None
         self._check: FirstBatchCheck | None = None
         self._loss_tokens: int | None = None
-        self._loops = LoopGuard()
+        self._loops, self._told, self._logged = LoopGuard(), set[str](), set[str]()
         self._row_limit: int | None = None
         self._trainer: pl.Trainer | None = None
 
@@ -144,12 +145,13 @@ class PadMinCallback(pl.Callback):
         """Refuses what cannot be exact, then replaces the optimization loop."""
         if not self.config.enabled:
             return
-        self._remove()  # in case an earlier fit ended without telling us
+        if self._restore is not None:  # an earlier fit has ended without telling us
+            self._remove()
         _refuse_unsupported(trainer, pl_module, self.config.mode)
         findings = _heed_architecture(pl_module, self.config.mode, self.config.pad_to_multiple_of)
         corrects, self._row_limit = any(each.severity == "correct" for each in findings), row_limit(findings)
         self._exchange = exchange_all if trainer.world_size > 1 else exchange_alone
-        self._trainer, self._since_log = trainer, PaddingStats()
+        self._trainer = trainer
         if not pl_module.automatic_optimization:
             self._batcher = self._make_batcher(self.config, pl_module)
             return
@@ -170,7 +172,7 @@ class PadMinCallback(pl.Callback):
             lambda stock: (
                 JointOptimization(stock, self._read, lambda: self._chunked(models))
                 if joint
-                else SplitOptimization(stock, self._prepare, self._progress, dict(self.config.log_reduce))
+                else SplitOptimization(stock, self._prepare, self._progress, dict(self.config.log_reduce), self._logged)
             ),
         )
 
@@ -245,6 +247,15 @@ class PadMinCallback(pl.Callback):
         if self.config.enabled and lightning_loop.is_logging_step(trainer):
             self._log(trainer, lightning_loop.logging_step(trainer), self._exchange(self._counts_to_log(trainer)))
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tells of names in `log_reduce` that nobody has logged."""
+        missing = [name for name in self.config.log_reduce if name not in self._logged]
+        if self._logged and missing:
+            self._tell_once(
+                f"log_reduce names {missing[0]!r}, which training_step has not logged in this epoch; it has logged "
+                f"{', '.join(sorted(self._logged))}"
+            )
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes what has not been written yet, so that short runs have metrics too."""
         if self.config.enabled and self._since_log.batches:
@@ -268,12 +279,17 @@ class PadMinCallback(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The counters. Nothing else is kept between batches."""
-        return {"stats": self.stats.state_dict()} if self.config.enabled else {}
+        if not self.config.enabled:
+            return {}
+        return {"stats": self.stats.state_dict(), "since_log": self._since_log.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting."""
-        if "stats" in state_dict:
-            self.stats.load_state_dict(state_dict["stats"])
+        """Goes on counting, on the rank that has written the checkpoint; others begin anew."""
+        if rank_zero_only.rank != 0:
+            return
+        for name, stats in (("stats", self.stats), ("since_log", self._since_log)):
+            if name in state_dict:
+                stats.load_state_dict(state_dict[name])
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies are not part of a running fit, and do not drag the module along: Lightning sets its `log` here."""
@@ -284,6 +300,7 @@ class PadMinCallback(pl.Callback):
         if self._restore is not None:
             self._restore()
         self._loops.discard()
+        self._since_log = PaddingStats()
         self._restore = self._batcher = self._check = self._trainer = None
 
     def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:
@@ -321,9 +338,18 @@ class PadMinCallback(pl.Callback):
     def _chunked(self, models: dict[str, nn.Module]) -> Iterator[None]:
         with chunked(models, self.config) as calls:
             yield
+        if not calls:
+            self._tell_once(
+                "mode='joint' had nothing to run in chunks: no model of transformers was called with an attention_mask"
+            )
         if self._loss_tokens is not None and calls:  # optimizers that run the closure again run the same batch
             self._count(replace(calls.total, loss_tokens=self._loss_tokens))
         self._loss_tokens = None
+
+    def _tell_once(self, words: str) -> None:
+        if words not in self._told:
+            self._told.add(words)
+            rank_zero_warn(words, category=PadMinWarning)
 
     def _progress(self, index: int, count: int) -> None:
         self.micro_index, self.micro_count = index, count
@@ -385,12 +411,14 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: s
             "mode='joint', or lightning_padmin.PaddedForward(model, config, mode='replay') in your own loop"
         )
     strategy = trainer.strategy
-    known = SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy
+    known = SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy
     if not isinstance(strategy, known) or isinstance(strategy, _UNKNOWN_KINDS):
         raise MisconfigurationException(
-            f"PadMinCallback does not support {type(strategy).__name__}: use one device, 'ddp', FSDPStrategy or "
-            "ModelParallelStrategy (FSDP2)"
+            f"PadMinCallback does not support {type(strategy).__name__}: use one device, 'ddp', FSDPStrategy, "
+            "ModelParallelStrategy (FSDP2) or DeepSpeedStrategy"
         )
+    if isinstance(strategy, DeepSpeedStrategy):
+        find_engine(strategy)  # checks its version and its modes
 
 
 def _heed_architecture(module: pl.LightningModule, mode: str, width: int) -> list[Finding]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -47,6 +46,7 @@ class FirstBatchCheck:
         self._trainer, self._config, self._exchange = trainer, config, exchange
         self._models, self._corrects = models, corrects
         self._told, self._batches = False, 0
+        self._said: set[str] = set()
         self.is_due = config.check == "first-batch"
 
     def __call__(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
@@ -82,10 +82,12 @@ class FirstBatchCheck:
         elif not self._told:
             self._told = outcome.told
             mode = "joint" if self._models else "split"
-            _say(f"mode {mode}: {outcome.words}", outcome.notable and not (outcome.told and self._corrects))
+            if outcome.words not in self._said:
+                self._said.add(outcome.words)
+                _say(f"mode {mode}: {outcome.words}", outcome.notable and not (outcome.told and self._corrects))
 
     def _chunked(self) -> AbstractContextManager[Any]:
-        return chunked(self._models, replace(self._config, max_rows=1))  # at least two chunks
+        return chunked(self._models, self._config)
 
 
 def _tolerance(trainer: pl.Trainer) -> float | None:

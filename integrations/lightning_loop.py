@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_padmin.assemble import tensors
+from lightning_padmin.integrations.deepspeed_boundary import accumulation_boundary, find_engine
 from lightning_padmin.integrations.lightning_merge import LogRecorder, MetricGuard, merge_outputs
 from lightning_padmin.microbatch import MicroBatches
 
@@ -76,15 +77,22 @@ class SplitOptimization(_AutomaticOptimization):
             for a closure.
         progress: told index and count before each micro-batch.
         log_reduce: how values merge, by logged name.
+        logged: filled with the names that training_step has logged.
     """
 
-    __slots__ = ("_log_reduce", "_prepare", "_progress")  # so that the shared __dict__ stays the stock loop's own
+    # So that the shared __dict__ stays the stock loop's own.
+    __slots__ = ("_log_reduce", "_logged", "_prepare", "_progress")
 
     def __init__(
-        self, stock: _AutomaticOptimization, prepare: Prepare, progress: Progress, log_reduce: dict[str, str]
+        self,
+        stock: _AutomaticOptimization,
+        prepare: Prepare,
+        progress: Progress,
+        log_reduce: dict[str, str],
+        logged: set[str],
     ) -> None:
         object.__setattr__(self, "__dict__", stock.__dict__)
-        self._prepare, self._progress, self._log_reduce = prepare, progress, log_reduce
+        self._prepare, self._progress, self._log_reduce, self._logged = prepare, progress, log_reduce, logged
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         micro_batches = self._prepare(kwargs)
@@ -154,6 +162,7 @@ class _SplitClosure(Closure):
         finally:
             del results.log
         recorder.replay(results.log)
+        self._loop._logged.update(recorder.names)
         return self._merge(outcomes)
 
     def _run(self, k: int, recorder: LogRecorder) -> tuple[Tensor, dict[str, Any]] | None:
@@ -165,7 +174,8 @@ class _SplitClosure(Closure):
             stack.enter_context(synchronised(trainer, micro.is_last))
             if micro.is_dummy:
                 stack.enter_context(MetricGuard(trainer.lightning_module))
-            if is_sharded(trainer) and not self._micro_batches.table.has_loss:
+            reduces_in_hooks = is_sharded(trainer) or find_engine(trainer.strategy) is not None
+            if reduces_in_hooks and not self._micro_batches.table.has_loss:
                 stack.enter_context(_zero_for_undefined_loss(trainer.lightning_module))
             result = loop._training_step(OrderedDict(self._kwargs, batch=micro.batch))
             if k == 0 and self._zero_grad_fn is not None:
@@ -259,8 +269,12 @@ def synchronised(trainer: Trainer, is_last: bool) -> AbstractContextManager[Any]
     """The context of a micro-batch's forward and backward pass; gradients are reduced in the last one.
 
     DistributedDataParallel decides in the forward pass whether the backward pass reduces gradients. With a static graph
-    it cannot be told not to.
+    it cannot be told not to. DeepSpeed's engine counts backward passes, and must be told which is the last; Lightning's
+    own context would put it under `no_sync`, which ZeRO does not know.
     """
+    engine = find_engine(trainer.strategy)
+    if engine is not None:
+        return accumulation_boundary(engine, is_last=is_last)
     has_static_graph = bool(getattr(trainer.strategy.model, "static_graph", False))
     context = utilities._block_parallel_sync_behavior(trainer.strategy, block=not is_last and not has_static_graph)
     return cast("AbstractContextManager[Any]", context)
@@ -302,6 +316,33 @@ def has_own_batch(trainer: Trainer) -> bool:
     return cast(int, trainer.strategy.device_mesh["tensor_parallel"].get_local_rank()) == 0
 
 
+class _Muted(DummyLogger):
+    """Tells what a logger tells (its directory, say), and logs nothing."""
+
+    def __init__(self, logger: Any) -> None:
+        super().__init__()
+        self._logger = logger
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_") or name == "experiment":
+            return object.__getattribute__(self, name)
+        value = getattr(object.__getattribute__(self, "_logger"), name)
+        return value if not callable(value) else lambda *args, **kwargs: None
+
+    @property
+    def experiment(self) -> Any:
+        return _MutedExperiment(lambda: self._logger.experiment)
+
+
+class _MutedExperiment:
+    def __init__(self, experiment: Callable[[], Any]) -> None:
+        self._experiment = experiment
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experiment(), name)
+        return value if not callable(value) else lambda *args, **kwargs: None
+
+
 @contextmanager
 def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iterator[Callable[[Any], Tensor]]:
     """The module's own training step as a function batch -> loss, which logs nothing and synchronises no gradients.
@@ -314,7 +355,7 @@ def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iter
     # DistributedDataParallel would take a call of its wrapper for a step; FSDP gathers parameters in it.
     step = trainer.strategy.training_step if is_sharded(trainer) else module.training_step
     loggers, hook = trainer.loggers, module._current_fx_name
-    trainer.loggers = [DummyLogger() for _ in loggers]
+    trainer.loggers = [_Muted(logger) for logger in loggers]
     module._current_fx_name = "training_step"
     results.log = torch.compiler.disable(lambda *args, **kwargs: None)  # type: ignore[no-untyped-call]
 

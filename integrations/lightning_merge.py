@@ -37,6 +37,11 @@ class LogRecorder:
         self._losses: dict[int, Tensor] = {}
         self._micro = 0
 
+    @property
+    def names(self) -> set[str]:
+        """What training_step has logged."""
+        return {name for fx, name, _ in self._calls if fx.split(".")[0] == "training_step"}
+
     def begin(self, micro: int) -> None:
         """What is logged from here on belongs to micro-batch `micro`."""
         self._micro = micro

@@ -63,7 +63,7 @@ class CausalLoss:
         """The loss for labels among the inputs; takes what only the loss function reads out of these."""
         inner = _unwrapped(model)
         if config.labels_key != "labels" or not _takes_causal_loss(inner):
-            raise _labels_refused(config.labels_key)
+            raise _labels_refused(str(config.labels_key))
         _refuse_options(config, inputs)
         coefficient, passes_options = _read_loss(inner)
         names = ("num_items_in_batch", "ignore_index")

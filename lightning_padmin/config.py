@@ -43,7 +43,7 @@ _INTEGERS: dict[str, tuple[int | None, bool]] = {
 }
 _STRINGS: dict[str, bool] = {
     "mask_key": False,
-    "labels_key": False,
+    "labels_key": True,
     "decoder_mask_key": False,
     "loss_mask_key": True,
     "log_prefix": False,
@@ -103,10 +103,10 @@ class PadMinConfig:
         "replay: joint with the activations of one chunk, at the price of a second forward pass. auto: split where it "
         "is exact, else what the adapter names.",
     )
-    check: Literal["first-batch", "off"] = _option(
+    check: Literal["first-batch", "off"] | bool = _option(
         "first-batch",
         "first-batch: before the first step, gradients of a few rows are compared, split and as they came; training "
-        "that would change is refused.",
+        "that would change is refused. off (or False, which YAML makes of a bare off): not.",
     )
     loss_reduction: LossReduction | RowWeight = _option(
         "token-mean",
@@ -128,7 +128,10 @@ class PadMinConfig:
         None, "Filler for slots beyond the batch's own width; without it rounding stops at that width."
     )
     mask_key: str = _option("attention_mask", "Entry (rows, width) that is nonzero on real tokens.")
-    labels_key: str = _option("labels", "Entry with the labels, (rows, width) or (rows,).")
+    labels_key: str | None = _option(
+        "labels",
+        "Entry with the labels, (rows, width) or (rows,). None: not labels say what carries loss, but loss_mask_key.",
+    )
     decoder_mask_key: str = _option("decoder_attention_mask", "Mask of the decoder side of encoder-decoder batches.")
     loss_mask_key: str | None = _option(None, "Entry (rows, width) that is nonzero, or a weight, where loss is taken.")
     batch_schema: Mapping[str, Field | str | Mapping[str, Any]] = _option(
@@ -160,6 +163,8 @@ class PadMinConfig:
             value = getattr(self, name)
             if not (isinstance(value, str) or (value is None and optional)):
                 raise ConfigError(f"{name}={value!r}: expected a string" + (" or None" if optional else ""))
+        if isinstance(self.check, bool):
+            self._set("check", "first-batch" if self.check else "off")
         if isinstance(self.loss_reduction, str):
             self._set("loss_reduction", _ALIASES.get(self.loss_reduction, self.loss_reduction))
         for name, choices in _CHOICES.items():

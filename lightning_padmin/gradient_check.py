@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from lightning_padmin.config import PadMinConfig
@@ -24,13 +25,24 @@ from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.fields import Schema
 from lightning_padmin.gradient_passes import LocalPasses, LossFunction, Passes, ShardedPasses
 from lightning_padmin.guards import has_experts
-from lightning_padmin.probe import Ints, Probe, choose_probe, masked_tokens_vary, tells_reductions
+from lightning_padmin.probe import (
+    Ints,
+    Probe,
+    make_probe,
+    masked_tokens_vary,
+    probe_sizes,
+    tells_reductions,
+    whole_probe,
+)
 from lightning_padmin.rows import RowTable, measure
-from lightning_padmin.sketch import Sketches, best_weights, combine, difference
+from lightning_padmin.sketch import Sketches, best_weights, combine
 
 T = TypeVar("T")
+Floats = NDArray[np.float64]
 # Where half precision moves a token to another expert, gradients differ by a part, not by a multiple.
 _MOST_FLIPPED = 0.5
+_LIMIT, _HALF_LIMIT = 1e-3, 0.1
+_HALF = {torch.float16, torch.bfloat16}
 _REDUCTIONS = ("token-mean", "row-mean", "sum")
 
 
@@ -45,6 +57,16 @@ class _Status(IntEnum):
     DECLARATION = 6
     WEIGHTS = 7
     COUPLED = 8
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What this rank found: the status, matching declarations as bits, the difference, and its parameter."""
+
+    status: _Status
+    matching: int
+    difference: float
+    parameter: str
 
 
 @dataclass(frozen=True)
@@ -104,18 +126,40 @@ def check_gradients(
         GradientCheckError: training would change; on all ranks, with the same message.
         Exception: what the training step raised; the other ranks raise PeerError.
     """
-    probe = choose_probe(batch, schema, table, config)
-    dtype = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
-    limit = tolerance if tolerance is not None else 0.1 if dtype in (torch.float16, torch.bfloat16) else 1e-3
-    tells = probe is not None and (joint is not None or tells_reductions(table, probe.groups, limit))
-    agreed = exchange([int(probe is not None), int(tells)])
-    if (agreed[:, 0] == 0).any() or (more_than_told and not agreed[:, 1].any()):
+    dtypes = {p.dtype for p in module.parameters()}
+    limit = tolerance if tolerance is not None else _HALF_LIMIT if dtypes & _HALF else _LIMIT
+    probe = _agreed_probe(batch, schema, table, config, exchange, limit, joint is not None, more_than_told)
+    if probe is None:
         return None
-    assert probe is not None
-    passes: Passes = LocalPasses(loss_fn, batch, schema, module, probe, joint)
-    if is_sharded:
-        passes = ShardedPasses(loss_fn, batch, schema, module, probe, joint, exchange)
-    return _Check(passes, batch, schema, table, config, module, probe, exchange, limit, joint is not None).outcome()
+    arguments = (loss_fn, batch, schema, module, probe, joint)
+    passes = ShardedPasses(*arguments, exchange=exchange) if is_sharded else LocalPasses(*arguments)
+    try:
+        check = _Check(passes, batch, schema, table, config, module, probe, exchange, limit, joint is not None)
+        return check.outcome()
+    finally:
+        passes.restore()
+
+
+def _agreed_probe(
+    batch: Any,
+    schema: Schema,
+    table: RowTable,
+    config: PadMinConfig,
+    exchange: Exchange,
+    limit: float,
+    is_joint: bool,
+    more_than_told: bool,
+) -> Probe | None:
+    """A probe of equally many rows on all ranks, or None on all."""
+    if is_joint:  # coupled losses may need their whole batch, and it is what training is going to run
+        return whole_probe(schema, table, config)
+    possible, telling = probe_sizes(table, config, limit)
+    agreed = exchange([sum(1 << n for n in possible), sum(1 << n for n in telling)])
+    everywhere, somewhere = int(np.bitwise_and.reduce(agreed[:, 0])), int(np.bitwise_or.reduce(agreed[:, 1]))
+    if everywhere == 0 or (more_than_told and not everywhere & somewhere):
+        return None
+    best = everywhere & somewhere or everywhere
+    return make_probe(batch, schema, table, config, best.bit_length() - 1)
 
 
 class _Check:
@@ -140,21 +184,30 @@ class _Check:
 
     def outcome(self) -> Outcome:
         passes = self._passes
-        weights = _weights(self._table, self._probe.groups, self._config.loss_reduction)
+        weights = [] if self._is_joint else _weights(self._table, self._probe.groups, self._config.loss_reduction)
         came, found = self._together(lambda: (passes.came(), passes.split(weights)))
+        if self._any(passes.saw_half):
+            self._limit = max(self._limit, _HALF_LIMIT)
         size = passes.largest(came)
-        value, parameter = passes.difference(found, came)
-        judged = _Status.EXACT, 0, value, parameter
-        if not 0 < size < np.inf:
-            judged = _Status.NO_GRADIENT, 0, value, parameter
-        # A training step may hold collectives of its own, so all ranks run the third pass if one needs it.
+        value, parameter = passes.difference(found, came, self._limit)
+        judged = _Verdict(_Status.EXACT, 0, value, parameter)
         differs = not value <= self._limit
-        agreed = self._exchange([int(differs), int(not self._same_layout)])
-        if agreed[:, 0].any():
-            whole = self._together(passes.whole) if agreed[:, 1].any() else came
-            if judged[0] is _Status.EXACT and differs:
-                judged = self._judge(found, whole, value, parameter)
-        return self._agree(*judged)
+        if not 0 < size < np.inf:
+            judged, differs = replace(judged, status=_Status.NO_GRADIENT), False
+        # A training step may hold collectives of its own, so all ranks run a further pass if one needs it.
+        if self._any(differs):
+            whole = self._together(passes.whole) if self._any(not self._same_layout) else came
+            judged = self._together(lambda: self._judge(found, whole, judged) if differs else judged)
+        if self._any(judged.status >= _Status.PROMPTS):
+            again = self._together(passes.came)
+            repeats = passes.difference(again, came, self._limit)[0] <= self._limit
+            if judged.status >= _Status.PROMPTS and not repeats:
+                judged = replace(judged, status=_Status.RANDOM)
+        return self._agree(judged)
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it holds on any rank."""
+        return bool((self._exchange([int(flag)])[:, 0] != 0).any())
 
     @property
     def _same_layout(self) -> bool:
@@ -170,84 +223,103 @@ class _Check:
         except Exception as caught:
             error = caught
             error.add_note(
-                f"Raised by the first-batch check, which runs the training step on rows {self._probe.rows.tolist()} of "
-                "the batch. A step that cannot run on a part of a batch cannot be split; check='off' leaves it out"
+                f"Raised by the first-batch check, which runs the training step on {len(self._probe.rows)} rows of the "
+                "batch. "
+                + ("" if self._is_joint else "A step that cannot run on a part of a batch cannot be split. ")
+                + "check='off' leaves the check out"
             )
         code = 0 if error is None else error.code if isinstance(error, PadMinError) else PadMinError.code
         raise_together(error, self._exchange([code])[:, 0])
         return cast("T", result)
 
-    def _judge(self, found: Sketches, whole: Sketches, value: float, parameter: str) -> tuple[_Status, int, float, str]:
+    def _judge(self, found: Sketches, whole: Sketches, judged: _Verdict) -> _Verdict:
         """What lies behind a difference. Sharded passes come to the same branch on all ranks."""
-        from_roll, where = self._passes.difference(found, whole)
+        from_roll, where = self._passes.difference(found, whole, self._limit)
         if from_roll <= self._limit:
             masked = masked_tokens_vary(self._batch, self._schema, self._table, self._probe.rows)
-            return (_Status.PROMPTS if masked else _Status.ROLLED), 0, value, parameter
+            return replace(judged, status=_Status.PROMPTS if masked else _Status.ROLLED)
+        verdict = _Verdict(_Status.COUPLED, 0, from_roll, where)
         if not self._is_joint and np.isfinite(from_roll):
             matching = self._matching(whole)
-            if matching is not None:
-                return _Status.DECLARATION, matching, from_roll, where
+            if matching:
+                return replace(verdict, status=_Status.DECLARATION, matching=matching)
             parts = self._passes.parts
-            if parts and difference(combine(parts, best_weights(parts, whole)), whole)[0] <= self._limit:
-                return _Status.WEIGHTS, 0, from_roll, where
+            if parts:
+                fitted = combine(parts, best_weights(parts, whole))
+                if self._passes.difference(fitted, whole, self._limit)[0] <= self._limit:
+                    return replace(verdict, status=_Status.WEIGHTS)
         # Only now: what matches to the limit was not disturbed by random numbers.
         if self._passes.drew:
-            return _Status.RANDOM, 0, from_roll, where
-        flips = self._limit >= 0.1 and from_roll <= _MOST_FLIPPED and has_experts(self._module)
-        return _Status.ROUTING if flips else _Status.COUPLED, 0, from_roll, where
+            return replace(verdict, status=_Status.RANDOM)
+        flips = self._limit >= _HALF_LIMIT and from_roll <= _MOST_FLIPPED and has_experts(self._module)
+        return replace(verdict, status=_Status.ROUTING) if flips else verdict
 
-    def _matching(self, whole: Sketches) -> int | None:
-        """Index of the declaration under which the groups make up the whole."""
+    def _matching(self, whole: Sketches) -> int:
+        """The declarations, as bits, under which the groups make up the whole as closely as any does."""
         differences: dict[int, float] = {}
+        tried: list[Floats] = []
         for index, changes in enumerate(_declarations(self._config, self._schema)):
-            weights = self._weights_if(changes)
-            if self._passes.parts is None and (self._exchange([int(weights is None)])[:, 0] != 0).any():
+            weights, shares = self._weights_if(changes)
+            # Declarations that give every row of the batch the same weight are one; the simplest is named.
+            known = weights is not None and any(np.allclose(shares, each, rtol=1e-9) for each in tried)
+            if self._passes.parts is None and self._any(weights is None or known):
                 continue
-            if weights is not None:
-                differences[index] = self._passes.difference(self._passes.split(weights), whole)[0]
-        best = min(differences, key=lambda index: differences[index], default=None)
-        return best if best is not None and differences[best] <= self._limit else None
+            if weights is not None and not known:
+                tried.append(shares)
+                split = self._passes.split(weights)
+                differences[index] = self._passes.difference(split, whole, self._limit)[0]
+        best = min(differences.values(), default=np.inf)
+        if not best <= self._limit:
+            return 0
+        # What is as close as rounding lets anything be cannot be told apart on these rows.
+        return sum(1 << index for index, value in differences.items() if value <= max(2 * best, 0.02 * self._limit))
 
-    def _weights_if(self, changes: dict[str, Any]) -> list[float] | None:
-        """Weights of the groups under another declaration; None where it does not fit the batch."""
+    def _weights_if(self, changes: dict[str, Any]) -> tuple[list[float] | None, Floats]:
+        """Weights of the groups, and of all rows, under another declaration; None where it does not fit the batch."""
+        nothing: Floats = np.empty(0)
         try:
             table = _measured(self._batch, self._schema, self._config, changes)
         except PadMinError:
-            return None
-        weights = _weights(table, self._probe.groups, changes.get("loss_reduction", self._config.loss_reduction))
-        return weights if all(np.isfinite(weights)) else None
+            return None, nothing
+        reduction = changes.get("loss_reduction", self._config.loss_reduction)
+        if reduction != "sum" and not table.weight[self._probe.rows].sum() > 0:
+            return None, nothing
+        shares = np.ones(len(table)) if reduction == "sum" else table.weight / table.weight.sum()
+        return _weights(table, self._probe.groups, reduction), shares
 
-    def _agree(self, status: _Status, candidate: int, value: float, parameter: str) -> Outcome:
+    def _agree(self, judged: _Verdict) -> Outcome:
         names = [name for name, p in self._module.named_parameters() if p.requires_grad]
-        bits = int(np.float64(value).view(np.int64))
+        bits = int(np.float64(judged.difference).view(np.int64))
         tells = self._is_joint or tells_reductions(self._table, self._probe.groups, self._limit)
-        mine = [int(status), candidate, bits, names.index(parameter) if parameter else 0, int(tells)]
-        table = self._exchange(mine)
+        place = names.index(judged.parameter) if judged.parameter in names else 0
+        table = self._exchange([int(judged.status), judged.matching, bits, place, int(tells)])
         worst = int(table[:, 0].argmax())
         if table[worst, 0] == _Status.EXACT:
             worst = int(table[:, 2].view(np.float64).argmax())
         status = _Status(int(table[worst, 0]))
         value = float(table[worst : worst + 1, 2].view(np.float64)[0])
-        words = self._words(status, int(table[worst, 1]), value, names[int(table[worst, 3])])
+        place = int(table[worst, 3])
+        words = self._words(status, int(table[worst, 1]), value, names[place] if place < len(names) else "")
         if status >= _Status.PROMPTS:
             rank = f" (rank {worst})" if len(table) > 1 else ""
             raise GradientCheckError(f"first-batch check{rank}: {words}")
         told = status in (_Status.EXACT, _Status.ROLLED)
-        final = status in (_Status.RANDOM, _Status.ROUTING) or (told and bool(table[:, 4].any()))
-        return Outcome(value, told, final, status in (_Status.ROLLED, _Status.RANDOM, _Status.ROUTING), words)
+        untellable = status in (_Status.RANDOM, _Status.ROUTING)
+        final = untellable or (told and bool(table[:, 4].any()))
+        return Outcome(value, told, final, untellable or status is _Status.ROLLED, words)
 
-    def _words(self, status: _Status, candidate: int, value: float, parameter: str) -> str:
+    def _words(self, status: _Status, matching: int, value: float, parameter: str) -> str:
         n, way = len(self._probe.rows), "split" if not self._is_joint else "joint"
         differs = (
-            f"{way} gradients of {n} rows differ from the un-split ones by {value:.2g} of the largest gradient (limit "
+            f"{way} gradients of {n} rows differ from the un-split ones: relative difference {value:.2g} (limit "
             f"{self._limit:.0e}), most in {parameter!r}. "
         )
         if status is _Status.EXACT:
-            return f"{way} gradients of {n} rows are the un-split ones, within {value:.1e} of the largest gradient"
+            return f"{way} gradients of {n} rows are the un-split ones (relative difference {value:.1e})"
         if status is _Status.ROLLED:
             return (
-                f"rolling left padding changes gradients by {value:.2g} of the largest: this model reads padding, or "
-                "counts positions by column. Rolled, each row is trained as it is without padding"
+                f"rolling left padding changes gradients (relative difference {value:.2g}): this model reads padding, "
+                "or counts positions by column. Rolled, each row is trained as it is without padding"
             )
         if status is _Status.RANDOM:
             return (
@@ -268,8 +340,10 @@ class _Check:
                 f"(mask_key), and keep what carries loss in {self._config.labels_key!r} or loss_mask_key"
             )
         if status is _Status.DECLARATION:
-            changes = list(_declarations(self._config, self._schema))[candidate]
-            return f"{differs}{_declared(self._config)} is not what the training step does: set {_options(changes)}"
+            candidates = enumerate(_declarations(self._config, self._schema))
+            choices = " or ".join(_options(changes) for index, changes in candidates if matching >> index & 1)
+            told = "" if " or " not in choices else " (these rows do not tell which)"
+            return f"{differs}{_declared(self._config)} is not what the training step does: set {choices}{told}"
         if status is _Status.WEIGHTS:
             return (
                 f"{differs}The loss weighs rows in another way than {_declared(self._config)} says. If the batch tells "
@@ -301,10 +375,12 @@ def _declarations(config: PadMinConfig, schema: Schema) -> Iterator[dict[str, An
             changes = {"loss_reduction": reduction} if reduction != config.loss_reduction else {}
             if changes or shift:
                 yield changes | shift
-    if config.loss_mask_key is None:
-        yield {"loss_reduction": "token-mean", "loss_mask_key": schema.mask}
-    else:
+    if config.loss_mask_key is not None:
         yield {"loss_reduction": "token-mean", "loss_mask_key": None}
+    elif len(schema.widths) == 1 or schema.decoder_mask is not None:  # else labels say where rows end
+        # Labels would select among the tokens of a loss mask.
+        without = {} if schema.labels is None else {"labels_key": None}
+        yield {"loss_reduction": "token-mean", **without, "loss_mask_key": schema.mask}
 
 
 def _measured(batch: Any, schema: Schema, config: PadMinConfig, changes: dict[str, Any]) -> RowTable:

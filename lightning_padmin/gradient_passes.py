@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,146 +13,153 @@ from torch import Tensor, nn
 
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.fields import Schema
-from lightning_padmin.isolation import NoDropout, random_states, same_random_states, untouched
+from lightning_padmin.isolation import ModuleState, random_states, same_random_states, without_dropout
 from lightning_padmin.layout import SlotMap, take_batch
 from lightning_padmin.probe import Probe
-from lightning_padmin.sketch import Sketches, combine, difference, largest, sketch, sketched_gradients
+from lightning_padmin.sketch import Sketches, combine, difference, scales, sizes, sketch, sketched_gradients
 
 LossFunction = Callable[[Any], Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-class Passes(Protocol):
-    """Gradients of the rows of a probe, as sketches.
+class Passes(ABC):
+    """Gradients of the rows of a probe, as sketches. Every pass finds the module in the same state.
 
     Attributes:
         drew: whether a pass has drawn random numbers.
-        parts: those of the two groups, or None where groups cannot be had apart.
+        saw_half: whether a pass has computed in half precision.
+        parts: sketches of the two groups, or None where groups cannot be had apart.
     """
-
-    drew: bool
-    parts: list[Sketches] | None
-
-    def came(self) -> Sketches:
-        """Un-split, as the rows came."""
-
-    def whole(self) -> Sketches:
-        """Un-split, rolled and trimmed."""
-
-    def split(self, weights: Sequence[float]) -> Sketches:
-        """The weighted sum of the two groups; joint: un-split, with the model running in chunks."""
-
-    def difference(self, found: Sketches, wanted: Sketches) -> tuple[float, str]:
-        """The largest |found - wanted| over the largest |wanted|, and the parameter where it is."""
-
-    def largest(self, sketches: Sketches) -> float:
-        """The largest absolute value."""
-
-
-class LocalPasses:
-    """Every rank holds all parameters, and none takes part in another's passes. See `Passes`."""
 
     def __init__(
         self, loss_fn: LossFunction, batch: Any, schema: Schema, module: nn.Module, probe: Probe, joint: Context | None
     ) -> None:
         self._loss_fn, self._batch, self._schema = loss_fn, batch, schema
         self._module, self._probe, self._joint = module, probe, joint
-        self.drew = False
+        self.drew = self.saw_half = False
         self.parts: list[Sketches] | None = None
+        self._state: ModuleState | None = None
 
     def came(self) -> Sketches:
         """Un-split, as the rows came."""
-        return self._sketch(self._probe.came)
+        return self._run([self._probe.came])
 
     def whole(self) -> Sketches:
         """Un-split, rolled and trimmed."""
-        return self._sketch(self._probe.whole)
+        return self._run([self._probe.whole])
+
+    @abstractmethod
+    def split(self, weights: Sequence[float]) -> Sketches:
+        """The weighted sum of the two groups; joint: un-split, with the model running in chunks."""
+
+    @abstractmethod
+    def difference(self, found: Sketches, wanted: Sketches, limit: float) -> tuple[float, str]:
+        """The worst relative difference, see `sketch.scales`, and the parameter where it is."""
+
+    @abstractmethod
+    def largest(self, sketches: Sketches) -> float:
+        """The largest absolute value."""
+
+    @abstractmethod
+    def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
+        """Of the weighted sum of these batches' losses."""
+
+    def restore(self) -> None:
+        """Leaves the module as it was before the first pass."""
+        if self._state is not None:
+            self._state.restore()
+
+    def _run(
+        self, slot_maps: Sequence[SlotMap], weights: Sequence[float] = (1.0,), within: Context = nullcontext
+    ) -> Sketches:
+        batches = [self._taken(slots) for slots in slot_maps]
+        if self._state is None:
+            self._state = ModuleState(self._module)
+        with self._watched(), within():
+            return self._gradients(batches, weights)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        assert self._state is not None
+        try:
+            with without_dropout(self._module) as watch, torch.compiler.set_stance("force_eager"):
+                before = random_states()
+                yield
+            self.drew = self.drew or not same_random_states(before, random_states())
+            self.saw_half = self.saw_half or watch.saw_half
+        finally:
+            self._state.clear()
+
+    def _taken(self, slots: SlotMap) -> Any:
+        return self._batch if slots.is_identity else take_batch(self._batch, self._schema, slots)
+
+
+class LocalPasses(Passes):
+    """Every rank holds all parameters, and none takes part in another's passes."""
 
     def split(self, weights: Sequence[float]) -> Sketches:
-        """The weighted sum of the two groups, or the joint gradient."""
+        """See `Passes.split`; other weights need no other pass."""
         if self._joint is not None:
-            return self._sketch(self._probe.came, self._joint)
-        if self.parts is None:  # other weights need no other pass
-            self.parts = [self._sketch(part) for part in self._probe.parts]
+            return self._run([self._probe.came], within=self._joint)
+        if self.parts is None:
+            self.parts = [self._run([part]) for part in self._probe.parts]
         return combine(self.parts, weights)
 
-    def difference(self, found: Sketches, wanted: Sketches) -> tuple[float, str]:
+    def difference(self, found: Sketches, wanted: Sketches, limit: float) -> tuple[float, str]:
         """See `Passes.difference`."""
-        return difference(found, wanted)
+        return difference(found, wanted, scales(sizes(wanted), limit))
 
     def largest(self, sketches: Sketches) -> float:
         """See `Passes.largest`."""
-        return largest(sketches)
+        return float(np.max(list(sizes(sketches).values()), initial=0.0))
 
-    def _sketch(self, slots: SlotMap, within: Context = nullcontext) -> Sketches:
-        batch = take_batch(self._batch, self._schema, slots)
-        with untouched(self._module), NoDropout(), torch.compiler.set_stance("force_eager"), within():
-            before = random_states()
-            sketches = sketched_gradients(lambda: self._loss_fn(batch), self._module)
-            self.drew = self.drew or not same_random_states(before, random_states())
-        return sketches
+    def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
+        (batch,) = batches
+        return sketched_gradients(lambda: self._loss_fn(batch), self._module)
 
 
-class ShardedPasses:
+class ShardedPasses(Passes):
     """Parameters are sharded over ranks: each pass is one of all ranks, and gradients are means over them.
 
     So a group's gradient cannot be had apart from the weights that other ranks give theirs, and every set of weights
     needs a pass. Sketches are of this rank's shards; differences are taken over all ranks, the same on each.
     """
 
-    parts: list[Sketches] | None = None
-
-    def __init__(
-        self,
-        loss_fn: LossFunction,
-        batch: Any,
-        schema: Schema,
-        module: nn.Module,
-        probe: Probe,
-        joint: Context | None,
-        exchange: Exchange,
-    ) -> None:
-        self._loss_fn, self._batch, self._schema = loss_fn, batch, schema
-        self._module, self._probe, self._joint = module, probe, joint
-        self._exchange, self.drew = exchange, False
-
-    def came(self) -> Sketches:
-        """Un-split, as the rows came."""
-        return self._accumulate([self._probe.came], [1.0])
-
-    def whole(self) -> Sketches:
-        """Un-split, rolled and trimmed."""
-        return self._accumulate([self._probe.whole], [1.0])
+    def __init__(self, *arguments: Any, exchange: Exchange) -> None:
+        super().__init__(*arguments)
+        self._exchange = exchange
 
     def split(self, weights: Sequence[float]) -> Sketches:
-        """The weighted sum of the two groups, or the joint gradient."""
+        """See `Passes.split`."""
         if self._joint is not None:
-            return self._accumulate([self._probe.came], [1.0], self._joint)
-        return self._accumulate(self._probe.parts, weights)
+            return self._run([self._probe.came], within=self._joint)
+        return self._run(self._probe.parts, weights)
 
-    def difference(self, found: Sketches, wanted: Sketches) -> tuple[float, str]:
+    def difference(self, found: Sketches, wanted: Sketches, limit: float) -> tuple[float, str]:
         """See `Passes.difference`."""
-        own, name = difference(found, wanted)
-        own *= largest(wanted) or 1.0
-        table = self._exchange([_bits(own), _bits(largest(wanted))]).view(np.float64)
-        scale = float(table[:, 1].max()) or 1.0  # a rank's own shards may have gradients that are all but zero
-        return float(table[:, 0].max()) / scale, name
+        names = list(wanted)
+        own = sizes({name: found[name] - wanted[name] for name in names}) | {"": 0.0}
+        sent = [own[name] for name in names] + [sizes(wanted)[name] for name in names]
+        worst = self._over_ranks(sent)
+        differences, largest = worst[: len(names)], dict(zip(names, worst[len(names) :], strict=True))
+        relative = {name: value / scales(largest, limit)[name] for name, value in zip(names, differences, strict=True)}
+        name = max(names, key=lambda each: np.inf if np.isnan(relative[each]) else relative[each], default="")
+        return (relative[name], name) if name else (0.0, "")
 
     def largest(self, sketches: Sketches) -> float:
         """See `Passes.largest`."""
-        return float(self._exchange([_bits(largest(sketches))]).view(np.float64).max())
+        return max(self._over_ranks(list(sizes(sketches).values())), default=0.0)
 
-    def _accumulate(
-        self, slot_maps: Sequence[SlotMap], weights: Sequence[float], within: Context = nullcontext
-    ) -> Sketches:
-        with untouched(self._module), NoDropout(), torch.compiler.set_stance("force_eager"), within():
-            before = random_states()
-            for slots, weight in zip(slot_maps, weights, strict=True):
-                loss = self._loss_fn(take_batch(self._batch, self._schema, slots))
-                torch.autograd.backward(loss * weight)
-            self.drew = self.drew or not same_random_states(before, random_states())
-            named = [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
-            return {name: sketch(_local(p), index) for index, (name, p) in enumerate(named)}
+    def _over_ranks(self, values: Sequence[float]) -> list[float]:
+        bits = np.asarray(values, dtype=np.float64).view(np.int64)
+        table = self._exchange([int(each) for each in bits])
+        return [float(each) for each in np.ascontiguousarray(table).view(np.float64).max(axis=0)]
+
+    def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
+        for batch, weight in zip(batches, weights, strict=True):
+            torch.autograd.backward(self._loss_fn(batch) * weight)
+        named = [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
+        return {name: sketch(_local(p), index) for index, (name, p) in enumerate(named)}
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
@@ -159,7 +167,3 @@ def _local(parameter: nn.Parameter) -> Tensor:
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return local
-
-
-def _bits(value: float) -> int:
-    return int(np.float64(value).view(np.int64))

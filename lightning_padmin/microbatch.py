@@ -49,6 +49,7 @@ class MicroBatcher:
         encoder_decoder: the model is an encoder-decoder, so labels run along the decoder.
         before_reading: called before each batch is read; what it raises, all ranks hear of.
         row_limit: longest row that may be regrouped, see `guards.row_limit`.
+        min_micro_batches: plans have at least this many, where there are as many rows.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class MicroBatcher:
         encoder_decoder: bool = False,
         before_reading: Callable[[], None] | None = None,
         row_limit: int | None = None,
+        min_micro_batches: int = 1,
     ) -> None:
+        self._min_micro_batches = min_micro_batches
         self._before_reading, self._row_limit = before_reading, row_limit
         self.config, self.encoder_decoder = as_config(config), encoder_decoder
         self._declared, self._last_schema = schema, schema
@@ -153,7 +156,7 @@ class MicroBatcher:
             pad_to_multiple_of=config.pad_to_multiple_of,
             max_width=None if schema.can_widen else schema.widths,
             max_rows=config.max_rows,
-            min_micro_batches=1,
+            min_micro_batches=min(self._min_micro_batches, len(table)),
             launch_cost=config.launch_cost,
             cost_multiple_of=config.cost_multiple_of or 1,
             method=config.method,

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_padmin.config import PadMinConfig
@@ -81,6 +82,7 @@ class _Proxy:
     def installed(self) -> Iterator[None]:
         own = vars(self._model).get("forward")  # somebody else's stand-in
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # planning is no work for a compiler
         @functools.wraps(self._original)  # whoever looks for the model's own function finds it
         def forward(*args: Any, **inputs: Any) -> Any:
             return self._forward(*args, **inputs)
@@ -100,6 +102,8 @@ class _Proxy:
         if self._inside or inputs.get("use_cache") or inputs.get("past_key_values") is not None:
             return self._original(**inputs)
         own_name = self._config.mask_key if inputs.get(self._config.mask_key) is not None else _MASK
+        if inputs.get(own_name) is None:  # nothing says what is padding
+            return self._original(**inputs)
         padded = PaddedForward(self._model, replace(self._config, mask_key=own_name), exchange=self._exchange)
         self._inside = True
         try:

@@ -99,7 +99,7 @@ class PaddedForward:
         wrong = batch_statistics(self.model) if isinstance(self.model, nn.Module) else None
         if wrong is not None:
             raise ArchitectureError(wrong)
-        has_labels = inputs.get(self.config.labels_key) is not None
+        has_labels = self.config.labels_key is not None and inputs.get(self.config.labels_key) is not None
         own_loss = CausalLoss.of(self.model, self.config, inputs) if has_labels else None
         if self._takes_use_cache:
             inputs.setdefault("use_cache", False)  # a cache of chunks belongs to no row of the batch

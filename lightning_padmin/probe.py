@@ -33,26 +33,49 @@ class Probe:
     parts: tuple[SlotMap, SlotMap]
 
 
-def choose_probe(batch: Any, schema: Schema, table: RowTable, config: PadMinConfig) -> Probe | None:
-    """Up to four rows that carry loss, two with few and two with many loss tokens; None if there are no two."""
-    budget = table.slots if config.token_budget is None else config.token_budget
+def probe_sizes(table: RowTable, config: PadMinConfig, limit: float) -> tuple[set[int], set[int]]:
+    """How many rows a probe of this batch can have, two to four, and with how many it tells reductions apart.
+
+    Ranks probe the same number of rows, since a training step may gather what they compute.
+    """
+    groups = {n: each for n in range(2, _MOST_ROWS + 1) if (each := _groups(table, config, n)) is not None}
+    return set(groups), {n for n, each in groups.items() if tells_reductions(table, each, limit)}
+
+
+def make_probe(batch: Any, schema: Schema, table: RowTable, config: PadMinConfig, n: int) -> Probe:
+    """`n` rows that carry loss, half with few and half with many loss tokens, within the budget if that can be."""
+    groups = _groups(table, config, n)
+    assert groups is not None
+    rows = np.sort(np.concatenate(groups))
+    may_crop = not masked_tokens_vary(batch, schema, table, rows)
+    came = _as_it_came(table, rows, _budget(table, config) if may_crop else None, config.pad_to_multiple_of)
+    layouts = [_rolled(schema, table, each, config) for each in (*groups, rows)]
+    return Probe(rows, groups, came, layouts[2], (layouts[0], layouts[1]))
+
+
+def whole_probe(schema: Schema, table: RowTable, config: PadMinConfig) -> Probe:
+    """All rows of the batch, in no groups: for a loss that may need all of them."""
+    rows = np.arange(len(table))
+    came, whole = _as_it_came(table, rows, None, 1), _rolled(schema, table, rows, config)
+    return Probe(rows, (rows, rows[:0]), came, whole, (whole, whole))
+
+
+def _rolled(schema: Schema, table: RowTable, rows: Ints, config: PadMinConfig) -> SlotMap:
+    return pad_layout(table, rows, config.pad_to_multiple_of, None if schema.can_widen else schema.widths)
+
+
+def _budget(table: RowTable, config: PadMinConfig) -> int:
+    return table.slots if config.token_budget is None else config.token_budget
+
+
+def _groups(table: RowTable, config: PadMinConfig, n: int) -> tuple[Ints, Ints] | None:
+    """Rows with many and rows with few loss tokens, `n` together; None if there are not so many."""
     carries = table.weight > 0
     if table.counts_loss:
         carries &= table.loss_tokens > 0
     candidates = np.flatnonzero(carries)
-    if len(candidates) < 2:
-        return None
-    tried = [_few_and_many(table, candidates, n, budget // n) for n in range(min(_MOST_ROWS, len(candidates)), 1, -1)]
-    tried.append(_few_and_many(table, candidates, 2, None))
-    found = [groups for groups in tried if groups is not None]
-    many, few = groups = next((each for each in found if tells_reductions(table, each, 0)), found[0])
-    rows = np.sort(np.concatenate(groups))
-    multiple, limits = config.pad_to_multiple_of, None if schema.can_widen else schema.widths
-    parts = (pad_layout(table, many, multiple, limits), pad_layout(table, few, multiple, limits))
-    whole = pad_layout(table, rows, multiple, limits)
-    may_crop = multiple == 1 and not masked_tokens_vary(batch, schema, table, rows)
-    came = _as_it_came(table, rows, budget if may_crop else None)
-    return Probe(rows, (many, few), came, whole, parts)
+    groups = _few_and_many(table, candidates, n, _budget(table, config) // n)
+    return _few_and_many(table, candidates, n, None) if groups is None and n == 2 else groups
 
 
 def _few_and_many(table: RowTable, candidates: Ints, n: int, longest: int | None) -> tuple[Ints, Ints] | None:
@@ -68,14 +91,17 @@ def _few_and_many(table: RowTable, candidates: Ints, n: int, longest: int | None
     return order[len(order) - (n - n // 2) :], order[: n // 2]
 
 
-def _as_it_came(table: RowTable, rows: Ints, budget: int | None) -> SlotMap:
+def _as_it_came(table: RowTable, rows: Ints, budget: int | None, multiple: int) -> SlotMap:
     """The rows with their padding; columns that are padding in all of them are left out only to keep a budget."""
     start, end = table.start[rows], table.start[rows] + table.length[rows]
-    first, widths = np.zeros(len(table.widths), dtype=np.int64), np.array(table.widths)
+    limits = np.array(table.widths)
+    first, widths = np.zeros(len(limits), dtype=np.int64), limits
     if budget is not None and len(rows) * widths.sum() > budget:
-        first, widths = start.min(axis=0), end.max(axis=0) - start.min(axis=0)
-    starts, sizes = np.broadcast_to(first, start.shape).copy(), np.broadcast_to(widths, start.shape).copy()
-    return SlotMap(rows, starts, sizes, tuple(map(int, widths)), table.widths, len(table), table.units)
+        first = start.min(axis=0)
+        widths = np.minimum(-(-(end.max(axis=0) - first) // multiple) * multiple, limits)
+        first = np.minimum(first, limits - widths)
+    starts, spans = np.broadcast_to(first, start.shape).copy(), np.broadcast_to(widths, start.shape).copy()
+    return SlotMap(rows, starts, spans, tuple(map(int, widths)), table.widths, len(table), table.units)
 
 
 def tells_reductions(table: RowTable, groups: Sequence[Ints], limit: float) -> bool:

@@ -49,7 +49,7 @@ def infer_schema(
     static_keys: Sequence[str] = (),
     *,
     mask_key: str = "attention_mask",
-    labels_key: str = "labels",
+    labels_key: str | None = "labels",
     decoder_mask_key: str = "decoder_attention_mask",
     loss_mask_key: str | None = None,
     ignore_index: int = -100,
@@ -65,7 +65,7 @@ def infer_schema(
             declares every entry below it.
         static_keys: entries shared by all rows.
         mask_key: the (B, L) entry that is nonzero on real tokens; padding is never guessed from token ids.
-        labels_key: the entry with labels; may be absent from the batch.
+        labels_key: the entry with labels; may be absent from the batch. None: labels do not say what carries loss.
         decoder_mask_key: the (B, T) mask of the decoder axis; may be absent.
         loss_mask_key: an extra (B, L) entry that selects or weighs loss tokens.
         ignore_index: label without loss, the fill of labels.
@@ -94,12 +94,14 @@ def infer_schema(
         roles[decoder_mask] = ("decoder", 0)
     if loss_mask is not None:
         roles[loss_mask] = (side, 0)
-    if labels is not None and found.leaves[labels].ndim != 1:  # (B,) is one label per row: classification
-        roles[labels] = (side, ignore_index)
+    # Labels that do not say what carries loss run along positions all the same.
+    along = found.labels("labels") if labels_key is None else labels
+    if along is not None and found.leaves[along].ndim != 1:  # (B,) is one label per row: classification
+        roles[along] = (side, ignore_index)
     present = [path for path, leaf in found.leaves.items() if leaf is not None]
     fields = {path: found.field(path, roles, pad_token_id) for path in present}
     for path, (axis, _) in roles.items():
-        if path != labels or fields[path].kind != "row":
+        if path != along or fields[path].kind != "row":
             check_plain(path, found.leaves[path], fields[path], axis)
     fields = {path: with_owner(path, fields) for path in fields}
     check_rebuildable(batch, fields)
@@ -161,8 +163,10 @@ class _Inference:
         self.rows, self.width = mask.shape
         return path
 
-    def labels(self, key: str) -> str | None:
+    def labels(self, key: str | None) -> str | None:
         """Path of the labels, None if there are none that loss tokens could be counted from."""
+        if key is None:
+            return None
         path = find_path(key, tuple(self.leaves), "labels_key")
         if path in self.declared:
             countable = isinstance(self.leaves[path], torch.Tensor) and self.declared[path].kind in ("row", "position")

@@ -2,8 +2,8 @@
 
 A sketch is linear, so sketches of micro-batches can be weighted and summed afterwards in every way that is to be
 tried. It is the count sketch of Charikar, Chen and Farach-Colton (2002) with coordinate i in bucket i mod m: within a
-bucket, coordinates are summed with independent random signs, so a difference anywhere shows in its bucket. Parameters
-of at most m entries keep every entry.
+bucket, coordinates are summed with random signs, so a difference anywhere shows in its bucket, and divided by the root
+of their number, so buckets are of the size of entries. Parameters of at most m entries keep every entry.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_BUCKETS = 1024
-_ROWS_AT_ONCE = 8192  # of m entries each: a gradient in half precision is widened piece by piece
+_BUCKETS = 1024  # and so many rows at once: a gradient in half precision is widened piece by piece
 
 Sketches = dict[str, Tensor]
 
@@ -30,16 +29,20 @@ def sketch(tensor: Tensor, seed: int) -> Tensor:
     if rows <= 1:
         return flat.to(dtype)
     generator = torch.Generator().manual_seed(seed)
-    signs = (torch.randint(0, 2, (rows,), generator=generator) * 2 - 1).to(flat.device, dtype)
+    signs, turning = _signs(rows, generator, flat), _signs(2 * _BUCKETS, generator, flat)
+    # Row i of m entries is multiplied by signs[i] and by `turning` from place i on, so that two rows never cancel in
+    # all buckets at once.
+    turned = turning.as_strided((_BUCKETS, _BUCKETS), (1, 1))
     total = torch.zeros(buckets, dtype=dtype, device=flat.device)
-    for start in range(0, rows, _ROWS_AT_ONCE):
-        piece = flat[start * buckets : (start + _ROWS_AT_ONCE) * buckets].to(dtype)
-        whole = len(piece) // buckets
-        total += signs[start : start + whole] @ piece[: whole * buckets].view(whole, buckets)
-        rest = piece[whole * buckets :]
-        if len(rest):
-            total[: len(rest)] += signs[start + whole] * rest
-    return total
+    for start in range(0, rows, _BUCKETS):
+        piece = flat[start * buckets : (start + _BUCKETS) * buckets].to(dtype)
+        piece = nn.functional.pad(piece, (0, -len(piece) % buckets)).view(-1, buckets)
+        total += signs[start : start + len(piece)].to(dtype) @ (piece * turned[: len(piece)])
+    return total / math.sqrt(rows)
+
+
+def _signs(count: int, generator: torch.Generator, like: Tensor) -> Tensor:
+    return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(like.device, torch.float32)
 
 
 def sketched_gradients(loss: Callable[[], Tensor], module: nn.Module) -> Sketches:
@@ -48,7 +51,6 @@ def sketched_gradients(loss: Callable[[], Tensor], module: nn.Module) -> Sketche
     `.grad` is not touched and no accumulation hook runs (so a DistributedDataParallel around the module does not take
     notice), but for models with re-entrant checkpointing, which only know `backward`.
     """
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     found: Sketches = {}
 
     def hook(name: str, index: int) -> Callable[[Tensor], Tensor | None]:
@@ -59,24 +61,20 @@ def sketched_gradients(loss: Callable[[], Tensor], module: nn.Module) -> Sketche
 
         return take
 
-    handles = [p.register_hook(hook(name, index)) for index, (name, p) in enumerate(named)]  # type: ignore[no-untyped-call]
-    try:
-        with torch.enable_grad():
-            _send_backward(loss, [p for _, p in named])
-    finally:
-        for handle in handles:
-            handle.remove()
-    dtypes = {torch.float64: torch.float64}
-    zeros = {
-        name: torch.zeros(min(_BUCKETS, p.numel()), dtype=dtypes.get(p.dtype, torch.float32), device=p.device)
-        for name, p in named
-        if name not in found
-    }
-    return found | zeros
+    with torch.enable_grad():
+        value = loss()
+        # Only now: the step may take gradients of its own, and switch parameters on and off.
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        handles = [p.register_hook(hook(name, index)) for index, (name, p) in enumerate(named)]  # type: ignore[no-untyped-call]
+        try:
+            _send_backward(value, loss, [p for _, p in named])
+        finally:
+            for handle in handles:
+                handle.remove()
+    return found | {name: sketch(torch.zeros_like(p), 0) for name, p in named if name not in found}
 
 
-def _send_backward(loss: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
-    value = loss()
+def _send_backward(value: Tensor, again: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
     if not value.requires_grad:  # nothing that is trained takes part
         return
     try:
@@ -84,7 +82,7 @@ def _send_backward(loss: Callable[[], Tensor], parameters: Sequence[nn.Parameter
     except RuntimeError as error:
         if "heckpoint" not in str(error):
             raise
-        _accumulate(loss(), parameters)
+        _accumulate(again(), parameters)
 
 
 def _accumulate(value: Tensor, parameters: Sequence[nn.Parameter]) -> None:
@@ -110,17 +108,39 @@ def combine(parts: Sequence[Sketches], weights: Sequence[float]) -> Sketches:
     return {name: torch.stack([part[name] * weight for part, weight in pairs]).sum(0) for name in parts[0]}
 
 
-def difference(found: Sketches, wanted: Sketches) -> tuple[float, str]:
-    """Largest |found - wanted| / max |wanted| over all parameters, and the parameter where it is; nan stays nan.
-
-    One scale for all: some parameters have gradients that are zero but for rounding (key biases).
-    """
-    scale = largest(wanted) or 1.0
-    worst = {name: float((found[name] - wanted[name]).abs().max()) for name in wanted if wanted[name].numel()}
+def difference(found: Sketches, wanted: Sketches, scales: Mapping[str, float]) -> tuple[float, str]:
+    """The worst |found - wanted| / scale over all parameters, and the parameter where it is; nan stays nan."""
+    worst = {
+        name: float((found[name] - wanted[name]).abs().max()) / scales[name] for name in wanted if wanted[name].numel()
+    }
     if not worst:
         return 0.0, ""
     name = max(worst, key=lambda each: math.inf if math.isnan(worst[each]) else worst[each])
-    return worst[name] / scale, name
+    return worst[name], name
+
+
+def scales(sizes: Mapping[str, float], limit: float) -> dict[str, float]:
+    """What a difference of each parameter is held against, so that one `limit` is right for all.
+
+    The largest gradient of all, since some gradients are zero but for rounding (key biases). But gradients of a part of
+    the model can be small and wholly wrong, which an optimizer that divides by their size would not forgive: those
+    above the noise are held against their own largest entry too, with a limit of 0.1, in half precision 0.5.
+
+    Args:
+        sizes: largest absolute gradient of each parameter.
+        limit: of the comparison; 0.1 or more means half precision.
+    """
+    overall = max(sizes.values(), default=0.0) or 1.0
+    noise, own_limit = (0.05, 0.5) if limit >= 0.1 else (1e-4, 0.1)
+    return {
+        name: min(overall, size * own_limit / limit) if size > noise * overall else overall
+        for name, size in sizes.items()
+    }
+
+
+def sizes(sketches: Sketches) -> dict[str, float]:
+    """Largest absolute value of each parameter's sketch."""
+    return {name: float(each.abs().max()) if each.numel() else 0.0 for name, each in sketches.items()}
 
 
 def largest(sketches: Mapping[str, Tensor]) -> float:

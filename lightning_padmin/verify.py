@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.errors import BatchError, PadMinError
 from lightning_padmin.guards import inspect_model
-from lightning_padmin.isolation import NoDropout, untouched
+from lightning_padmin.isolation import untouched, without_dropout
 from lightning_padmin.microbatch import MicroBatcher, compact
 from lightning_padmin.sequence import MicroBatches
 from lightning_padmin.tree import iter_leaves
@@ -129,7 +129,7 @@ def verify_equivalence(
     config = as_config(config)
     dtype = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
     limit = TOLERANCES.get(dtype, 1e-3) if tolerance is None else tolerance
-    with untouched(module), NoDropout():
+    with untouched(module), without_dropout(module):
         batches = _prepare(batch, config)
         checks = []
         if forward is not None:

@@ -24,7 +24,7 @@ BAD: dict[str, list[Any]] = {
     "enabled": [1, "yes", None],
     "cost_multiple_of": [0, -1, 1.5, "64", True],
     "mode": ["single", None, 1, ["split"]],
-    "check": [True, "on", None, "first batch"],
+    "check": [1, "on", None, "first batch"],
     "token_budget": [0, -5, 2.0, "8192", True, [8]],
     "loss_reduction": ["mean", None, 1, ["sum"], np.zeros(3), torch.zeros(3)],
     "normalize": ["world", None, np.array(["rank", "global"])],
@@ -32,7 +32,7 @@ BAD: dict[str, list[Any]] = {
     "ignore_index": [None, -100.0, "-100", True],
     "pad_token_id": [-1, "0", 1.5, False],
     "mask_key": [None, 1, b"mask"],
-    "labels_key": [None, 2],
+    "labels_key": [2, ["labels"]],
     "decoder_mask_key": [None, 3],
     "loss_mask_key": [4, ["loss_mask"]],
     "batch_schema": [None, "position", [("x", "row")], {"x": "rows"}, {"x": None}, {"x": {"sort": "row"}}, {0: "row"}],
@@ -44,11 +44,12 @@ BAD: dict[str, list[Any]] = {
     "log_prefix": [None, 0],
     "log_reduce": [None, "sum", ["sum"], {"x": "average"}, {"x": None}, {1: "sum"}],
 }
+_BARE = {False: "off", True: "first-batch"}  # what YAML makes of a bare off and on
 GOOD: dict[str, list[Any]] = {
     "enabled": [False],
     "cost_multiple_of": [1, 256, None],
     "mode": ["split", "joint", "replay", "auto"],
-    "check": ["off", "first-batch"],
+    "check": ["off", "first-batch", False, True],
     "token_budget": [1, None, np.int64(512), 2**40],
     "loss_reduction": ["row-mean", "sum", len],
     "normalize": ["global"],
@@ -56,7 +57,7 @@ GOOD: dict[str, list[Any]] = {
     "ignore_index": [0, -1],
     "pad_token_id": [0, 50256, np.int32(7)],
     "mask_key": ["mask"],
-    "labels_key": ["targets"],
+    "labels_key": ["targets", None],
     "decoder_mask_key": ["decoder_mask"],
     "loss_mask_key": ["loss_mask", None],
     "batch_schema": [{}, {"x": Field("position")}],
@@ -90,7 +91,7 @@ def test_a_bad_value_is_an_error_that_names_option_and_value(name: str, value: A
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
 def test_a_good_value_is_kept(name: str, value: Any) -> None:
     config = PadMinConfig(**{name: value})
-    assert getattr(config, name) == value
+    assert getattr(config, name) == (_BARE[value] if name == "check" and isinstance(value, bool) else value)
     if name in ("token_budget", "pad_token_id") and value is not None:
         assert type(getattr(config, name)) is int
 

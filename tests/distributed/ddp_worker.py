@@ -218,8 +218,19 @@ def checked() -> Any:
             loss = super().training_step(batch, batch_idx)
             return loss + 0 * self.all_gather(loss.detach()).sum()
 
+    class Contrasts(support.Module):
+        """Negatives of both ranks: the ranks have to run equally many rows."""
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            z = token_sums(self, batch)
+            return torch.logsumexp(self.all_gather(z, sync_grads=True).flatten() - z.sum(), 0)
+
+    def token_sums(module: support.Module, batch: Any) -> torch.Tensor:
+        return support.token_losses(module.model(batch["input_ids"]), batch["labels"]).sum(1)
+
     one_tells = ([6] * 8, FIVE)
     return {
+        "contrasts": outcome(Contrasts(), ([6, 6, 5, 5, 4, 3, 3, 2], [24, 23, 22, 22, 21, 20, 20, 19])),
         "both": outcome(support.Module("row-mean"), (FIVE, ONE)),
         "one_tells": outcome(support.Module("row-mean"), one_tells),
         "sum": outcome(support.Module("sum"), (FIVE, ONE)),

@@ -176,6 +176,13 @@ def test_manual_optimization(ranks: Ranks) -> None:
     assert torch.equal(*(rank["manual"]["split"]["parameters"] for rank in ranks))
 
 
+def test_ranks_probe_equally_many_rows(ranks: Ranks) -> None:
+    """One rank could run four rows within the budget, the other two; the step gathers them."""
+    first, second = (rank["checked"]["contrasts"][0] for rank in ranks)
+    assert first == second
+    assert "couples rows" in first
+
+
 def test_an_error_in_the_checked_step_stops_both_ranks(ranks: Ranks) -> None:
     first, second = (rank["checked"]["fails"][0] for rank in ranks)
     assert first.startswith("PeerError: rank 1 refused its batch")

@@ -104,7 +104,11 @@ def test_labels_made_in_the_step_are_named() -> None:
     batches = [make_batch(LENGTHS)]
     batches[0]["labels"][:, 1::2] = -100
     batches[0]["labels"][:3, 2:10] = -100
-    fails(OwnLabels(), batches, "loss_reduction='token-mean', loss_mask_key='attention_mask'")
+    advice = "set loss_reduction='token-mean', labels_key=None, loss_mask_key='attention_mask'"
+    fails(OwnLabels(), batches, advice)
+    module = OwnLabels()
+    fit(module, batches, padmin(loss_reduction="token-mean", labels_key=None, loss_mask_key="attention_mask"))
+    assert len(module.gradients) == 1
 
 
 def test_other_weights_of_rows_are_recognised() -> None:
@@ -168,8 +172,9 @@ def test_rows_of_one_length_do_not_tell_and_a_later_batch_does() -> None:
     with pytest.raises(GradientCheckError, match="set loss_reduction='row-mean'"):
         fit(module, [same, same, ragged], callback)
     assert len(module.gradients) == 2  # of the batches where both are the same
-    # Two times two micro-batches, and three passes for each of the two checks that ran (un-split and two halves).
-    assert Counts.forwards == 4 + 3 + 3
+    # Two times two micro-batches, and three passes for each of the two checks that ran (un-split and two halves); the
+    # one that refuses makes sure that un-split gradients repeat.
+    assert Counts.forwards == 4 + 3 + 4
 
 
 def test_batches_of_one_row_are_not_checked_and_not_in_the_way() -> None:

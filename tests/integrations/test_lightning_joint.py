@@ -14,7 +14,7 @@ from support import BUDGET, LENGTHS, Module, fit, make_batch, padmin, ragged_bat
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, MixtralConfig, MixtralForCausalLM
 
-from lightning_padmin.errors import GradientCheckError, SchemaError
+from lightning_padmin.errors import GradientCheckError, PadMinWarning
 
 SIZES = {
     "vocab_size": support.VOCABULARY,
@@ -221,6 +221,35 @@ def test_generation_inside_of_a_step_is_left_alone() -> None:
     assert worst(joint, stock) <= EXACT
 
 
+def listwise(logits: Tensor, labels: Tensor) -> Tensor:
+    """Groups of five rows, as rankings and group-relative advantages have them: no part of a batch will do."""
+    scores = token_losses(logits, labels).sum(1).view(-1, 5)
+    return nn.functional.cross_entropy(scores, torch.tensor([4, 0]))
+
+
+def test_a_loss_that_needs_its_whole_batch_is_checked_on_it() -> None:
+    stock, joint = Coupled(listwise), Coupled(listwise)
+    fit(stock, ragged_batches(2))
+    fit(joint, ragged_batches(2), padmin(mode="joint"))
+    assert worst(joint, stock) <= EXACT
+
+
+@pytest.mark.parametrize("how", ["attribute", "in place"])
+def test_compiled_models(how: str) -> None:
+    class Compiled(Coupled):
+        def __init__(self) -> None:
+            super().__init__(top_quantile)
+            if how == "attribute":
+                self.model = torch.compile(self.model, backend="eager")
+            else:
+                self.model.compile(backend="eager")
+
+    stock, joint = Compiled(), Compiled()
+    fit(stock, ragged_batches(1))
+    fit(joint, ragged_batches(1), padmin(mode="joint"))
+    assert worst(joint, stock) <= EXACT
+
+
 # What is refused
 
 
@@ -239,8 +268,11 @@ def test_a_call_without_a_mask() -> None:
         def loss(self, batch: dict[str, Tensor]) -> Tensor:
             return self.function(self.model(input_ids=batch["input_ids"]).logits, batch["labels"])
 
-    with pytest.raises(SchemaError, match="attention_mask"):
-        fit(Unmasked(top_quantile), ragged_batches(1), padmin(mode="joint"))
+    stock, joint = Unmasked(top_quantile), Unmasked(top_quantile)
+    fit(stock, ragged_batches(2))
+    with pytest.warns(PadMinWarning, match="had nothing to run in chunks"):
+        fit(joint, ragged_batches(2), padmin(mode="joint"))
+    assert worst(joint, stock) == 0
 
 
 def test_a_loss_of_padding_slots_is_found_by_the_check() -> None:

@@ -13,7 +13,7 @@ import pytest
 import support
 import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceXLAStrategy, XLAStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import LENGTHS, Module, loader, make_batch, padmin, quiet_trainer, ragged_batches
@@ -173,7 +173,7 @@ def test_batch_normalization_that_is_unfrozen_later() -> None:
     assert len(module.gradients) == 1
 
 
-@pytest.mark.parametrize("kind", [DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy])
+@pytest.mark.parametrize("kind", [XLAStrategy, SingleDeviceXLAStrategy])
 def test_strategies(kind: type[Any]) -> None:
     trainer, callback = quiet_trainer(padmin()), padmin()
     stock = trainer.fit_loop.epoch_loop.automatic_optimization
