@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_padmin.fields import AXES, Axis, Schema
 from lightning_padmin.guards import ArchitectureError
 from lightning_padmin.layout import SlotMap, pad_layout, take_batch
 from lightning_padmin.planner import Plan, plan_quietly
+from lightning_padmin.pool import pool
 from lightning_padmin.rows import RowTable, measure
 from lightning_padmin.schema import infer_schema
 from lightning_padmin.sequence import MicroBatch, MicroBatches, sync_on_last
@@ -63,7 +64,7 @@ class MicroBatcher:
         row_limit: int | None = None,
         min_micro_batches: int = 1,
     ) -> None:
-        self._min_micro_batches = min_micro_batches
+        self.min_micro_batches = min_micro_batches
         self._before_reading, self._row_limit = before_reading, row_limit
         self.config, self.encoder_decoder = as_config(config), encoder_decoder
         self._declared, self._last_schema = schema, schema
@@ -76,9 +77,20 @@ class MicroBatcher:
         Raises:
             PadMinError: on every rank when any rank cannot plan its batch; nothing has run by then.
         """
+        return self._prepare(lambda: batch)
+
+    def prepare_window(self, batches: Sequence[Any]) -> MicroBatches:
+        """Plans the rows of several batches together, see `pool`; otherwise as `prepare`."""
+        micro_batches = self._prepare(lambda: pool(batches, [self.read(batch)[0] for batch in batches]))
+        micro_batches.stats.batches = len(batches)
+        return micro_batches
+
+    def _prepare(self, get: Callable[[], Any]) -> MicroBatches:
         local: tuple[Schema, RowTable, Plan] | None = None
         error: Exception | None = None
+        batch: Any = None
         try:
+            batch = get()
             local = self._plan(batch)
         except Exception as caught:  # whatever it is, the other ranks must hear of it before this one raises
             error = caught
@@ -156,7 +168,7 @@ class MicroBatcher:
             pad_to_multiple_of=config.pad_to_multiple_of,
             max_width=None if schema.can_widen else schema.widths,
             max_rows=config.max_rows,
-            min_micro_batches=min(self._min_micro_batches, len(table)),
+            min_micro_batches=min(self.min_micro_batches, len(table)),
             launch_cost=config.launch_cost,
             cost_multiple_of=config.cost_multiple_of or 1,
             method=config.method,

@@ -106,7 +106,7 @@ def _as_it_came(table: RowTable, rows: Ints, budget: int | None, multiple: int) 
 
 def tells_reductions(table: RowTable, groups: Sequence[Ints], limit: float) -> bool:
     """Whether a token mean and a row mean differ on these groups by more than what may be rounding."""
-    if not table.counts_loss:
+    if not table.by_token:  # both are the same
         return True
     tokens = np.array([table.loss_tokens[group].sum() for group in groups], dtype=np.float64)
     rows = np.array([len(group) for group in groups], dtype=np.float64)

@@ -33,6 +33,7 @@ class RowTable:
         weight: (B,) float64, the row's share u in a mean over the batch (see `measure`).
         widths: width of the batch per axis.
         counts_loss: whether the batch has labels or a loss mask, so that `loss_tokens` means something.
+        by_token: whether loss tokens are positions, so that a mean over them is another than one over rows.
         lost_targets: rows whose first real token has a label that was predicted from a pad and is gone once rolled.
         units: path of each unit entry -> (B,) int64, how many of its slices each row has.
     """
@@ -44,6 +45,7 @@ class RowTable:
     weight: NDArray[np.float64]
     widths: tuple[int, ...]
     counts_loss: bool = True
+    by_token: bool = True
     lost_targets: int = 0
     units: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
 
@@ -115,6 +117,7 @@ def measure(
         weight=weights[loss_reduction] if isinstance(loss_reduction, str) else table["weight"],
         widths=schema.widths,
         counts_loss=schema.labels is not None or schema.loss_mask is not None,
+        by_token=schema.loss_mask is not None or (schema.labels is not None and _along_positions(schema)),
         lost_targets=int((table["lost"] > 0).sum()),
         units=units_per_row(leaves, schema, counting),
     )
@@ -207,6 +210,10 @@ def _loss_columns(
     # A target in the first column of the batch was never trained; one behind leading pads was, from a pad.
     columns["lost"] = (selected & span.inside & early & (column >= shift)).sum(dim=1)
     return columns
+
+
+def _along_positions(schema: Schema) -> bool:
+    return schema.fields[str(schema.labels)].kind == "position"
 
 
 def _carries(labels: Tensor, ignore_index: int) -> Tensor:

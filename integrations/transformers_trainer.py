@@ -1,0 +1,282 @@
+"""`PadMinTrainerMixin`: padding removed inside of the Trainer of transformers.
+
+    class MyTrainer(PadMinTrainerMixin, Trainer): ...
+    trainer = MyTrainer(..., padmin=PadMinConfig(token_budget=16_384))
+
+Where the loss is a sum over the number of targets of the whole accumulation window (`num_items_in_batch`, as models of
+transformers take it), every partition of the window's rows is exact: they are pooled, planned together, and dealt over
+the same number of steps. Where it is a mean over each batch, each batch is split by itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+try:
+    import transformers
+    from transformers import Trainer
+except ImportError as error:
+    raise ImportError("PadMinTrainerMixin needs transformers: pip install transformers accelerate") from error
+
+import inspect
+
+import numpy as np
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from lightning_padmin.config import PadMinConfig, as_config
+from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
+from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
+from lightning_padmin.gradient_check import check_gradients
+from lightning_padmin.guards import (
+    ArchitectureError,
+    batch_statistics,
+    inspect_model,
+    is_encoder_decoder,
+    row_limit,
+    with_scan_chunk,
+)
+from lightning_padmin.microbatch import MicroBatcher
+from lightning_padmin.sequence import MicroBatches
+from lightning_padmin.stats import PaddingStats
+
+_MOST_BATCHES = 100
+# method -> first parameters, as checked with transformers 5.24
+_EXPECTED = {
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+    "compute_loss": ["self", "model", "inputs"],
+    "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
+}
+
+
+class _Share(dict[str, Any]):
+    """A stock batch of a window, with the chunks that its step runs in its place."""
+
+    chunks: MicroBatches
+    indices: range
+
+
+class PadMinTrainerMixin:
+    """Put before `Trainer`; takes the keyword `padmin`, a `PadMinConfig`.
+
+    Gradients, optimizer steps, the logged loss and evaluation are those of the Trainer without it.
+
+    Attributes:
+        padding_stats: `PaddingStats` of this rank's training passes.
+
+    Raises:
+        ConfigError: the Trainer, its arguments or its version are not supported; names the fix.
+        ArchitectureError: the model's outputs for a row depend on the rows that run with it.
+        PadMinError: for a batch that is malformed, on all ranks, before its first forward pass.
+    """
+
+    def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
+        self._padmin = as_config(padmin)
+        self._padmin_weight: float | None = None
+        self._padmin_told = self._padmin.check == "off"
+        self._padmin_checked = 0
+        self.padding_stats = PaddingStats()
+        self._padmin_since_log = PaddingStats()
+        super().__init__(*args, **options)
+        if self._padmin.enabled:
+            self._padmin_set_up()
+
+    def _padmin_set_up(self) -> None:
+        _check_signatures(type(self))
+        _refuse_unsupported(self)
+        model: Any = self.model  # type: ignore[attr-defined]
+        findings = inspect_model(model)
+        for finding in findings:
+            if finding.severity == "refuse" and finding.rule != "batch-norm" and finding.exact_up_to is None:
+                raise ArchitectureError(f"{finding.where}: {finding.reason}")
+        config = with_scan_chunk(self._padmin, model)
+        sources = (getattr(self, "processing_class", None), getattr(model, "config", None))
+        known = next((p for each in sources if isinstance(p := getattr(each, "pad_token_id", None), int)), None)
+        if config.pad_token_id is None and known is not None:
+            config = replace(config, pad_token_id=known)
+        self._padmin = config
+        self._padmin_batcher = self._padmin_make_batcher(config, row_limit(findings))
+        # For windows whose loss is a sum over the targets of all batches; None: the first batch is going to tell.
+        self._padmin_pooling = self._padmin_make_batcher(replace(config, loss_reduction="sum"), row_limit(findings))
+        self._padmin_pools: bool | None = None
+
+    def _padmin_make_batcher(self, config: PadMinConfig, limit: int | None) -> MicroBatcher:
+        encoder_decoder = is_encoder_decoder(self.model)  # type: ignore[attr-defined]
+        exchange = self._padmin_exchange
+        return MicroBatcher(config, exchange=exchange, encoder_decoder=encoder_decoder, row_limit=limit)
+
+    @property
+    def _padmin_exchange(self) -> Exchange:
+        return exchange_all if self.accelerator.num_processes > 1 else exchange_alone  # type: ignore[attr-defined]
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Stock; each batch comes with the chunks that its step is going to run."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        if not self._padmin.enabled or not batches or num_items is None:
+            return batches, num_items
+        if self._padmin_pools is None:
+            self._padmin_pools = self._padmin_decide(batches[0], num_items)
+        if not self._padmin_pools:
+            return batches, num_items
+        self._padmin_pooling.min_micro_batches = len(batches)
+        chunks = self._padmin_pooling.prepare_window(batches)
+        shares = []
+        for step, batch in enumerate(batches):
+            share = _Share(batch)
+            share.chunks = chunks
+            share.indices = range(step * len(chunks) // len(batches), (step + 1) * len(chunks) // len(batches))
+            shares.append(share)
+        self._padmin_count(chunks.stats)
+        return shares, num_items
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """One stock step: forward and backward passes of its chunks."""
+        stock = super().training_step  # type: ignore[misc]
+        if not self._padmin.enabled:
+            return stock(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+        model.train()
+        wrong = batch_statistics(model)
+        if wrong is not None:
+            raise ArchitectureError(wrong)
+        if isinstance(inputs, _Share):
+            chunks, indices = inputs.chunks, inputs.indices
+        else:
+            chunks = self._padmin_batcher.prepare(inputs)
+            indices = range(len(chunks))
+            self._padmin_count(chunks.stats)
+        if not self._padmin_told:
+            pools = isinstance(inputs, _Share)
+            self._padmin_check(
+                dict(inputs), num_items_in_batch, self._padmin_pooling if pools else self._padmin_batcher
+            )
+        total: Any = 0.0
+        try:
+            for k in indices:
+                micro = chunks[k]
+                self._padmin_weight = micro.weight
+                with self._padmin_synchronised(model, k == indices[-1]):
+                    total = total + stock(model, micro.batch, num_items_in_batch)
+        finally:
+            self._padmin_weight = None
+        return total  # type: ignore[no-any-return]
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Stock, times the weight of the chunk."""
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        if self._padmin_weight is None:
+            return result
+        loss, outputs = result if return_outputs else (result, None)
+        loss = loss * self._padmin_weight
+        return (loss, outputs) if return_outputs else loss
+
+    @contextmanager
+    def _padmin_synchronised(self, model: Any, is_last: bool) -> Iterator[None]:
+        """Gradients are reduced, and DeepSpeed's engine steps, in the last chunk of a step only."""
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            if not is_last and accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+                stack.enter_context(accelerator.no_sync(model))
+            if not is_last and accelerator.distributed_type == DistributedType.DEEPSPEED:
+                state = accelerator.gradient_state
+                before = state.sync_gradients
+                state._set_sync_gradients(False)
+                stack.callback(state._set_sync_gradients, before)
+            yield
+
+    def _padmin_decide(self, batch: Mapping[str, Any], num_items: Any) -> bool:
+        """Whether the loss is a sum over `num_items`: some models take that number and return a mean all the same."""
+        if self._padmin_told:
+            return True
+        try:
+            self._padmin_check(batch, num_items, self._padmin_pooling)
+        except GradientCheckError:
+            self._padmin_check(batch, num_items, self._padmin_batcher)
+            return False
+        return True
+
+    def _padmin_check(self, batch: Mapping[str, Any], num_items: Any, batcher: MicroBatcher) -> None:
+        """Gradients of a few rows through the Trainer's own `compute_loss`, un-split and split."""
+        schema, table = batcher.read_together(batch)
+        model: Any = self.model_wrapped  # type: ignore[attr-defined]
+
+        def loss(inputs: Any) -> Tensor:
+            prepared = self._prepare_inputs(dict(inputs))  # type: ignore[attr-defined]
+            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+                value: Tensor = self.compute_loss(model, prepared, num_items_in_batch=num_items)
+            return value
+
+        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        own = accelerator.unwrap_model(model)
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        if not sharded:
+            model = own  # DistributedDataParallel would take a call of its wrapper for a step
+        outcome = check_gradients(
+            loss,
+            batch,
+            schema,
+            table,
+            batcher.config,
+            own,
+            tolerance=0.1 if accelerator.mixed_precision not in ("no", None) else None,
+            exchange=self._padmin_exchange,
+            is_sharded=sharded,
+        )
+        self._padmin_checked += 1
+        self._padmin_told = (outcome is not None and outcome.final) or self._padmin_checked >= _MOST_BATCHES
+        if outcome is not None and outcome.notable and accelerator.is_main_process:
+            warnings.warn(f"PadMinTrainerMixin: {outcome.words}", PadMinWarning, stacklevel=2)
+
+    def _padmin_count(self, stats: PaddingStats) -> None:
+        self.padding_stats = self.padding_stats + stats
+        self._padmin_since_log = self._padmin_since_log + stats
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Adds `padmin/*`: counts of the training passes since the last time, over all ranks, ratios last."""
+        if self._padmin.enabled and "loss" in logs:
+            merged = PaddingStats.merge_ranks(np.asarray(self._padmin_exchange(self._padmin_since_log.as_counts())))
+            self._padmin_since_log = PaddingStats()
+            if merged.batches:
+                logs.update(merged.metrics(self._padmin.log_prefix))
+        super().log(logs, *args, **options)  # type: ignore[misc]
+
+
+def _check_signatures(kind: type) -> None:
+    """Raises ConfigError when this Trainer's methods are not those that were checked."""
+    for name, expected in _EXPECTED.items():
+        function = getattr(Trainer, name, None)
+        found = list(inspect.signature(function).parameters) if function is not None else None
+        if found is None or found[: len(expected)] != expected:
+            where = f"Trainer.{name} " + ("is gone" if found is None else f"takes {found}")
+            raise ConfigError(
+                f"transformers {transformers.__version__}: {where}, expected {expected}. PadMinTrainerMixin was "
+                "checked with 5.24; use that until it supports this version"
+            )
+
+
+def _refuse_unsupported(trainer: Any) -> None:
+    args = trainer.args
+    if type(trainer).__module__.startswith("trl."):
+        raise ConfigError(f"{type(trainer).__name__} is a trainer of TRL: use PadMinMixin of trl_trainers")
+    if trainer.label_smoother is not None and not trainer.model_accepts_loss_kwargs:
+        raise ConfigError(
+            f"label_smoothing_factor={args.label_smoothing_factor}: this model's loss is a mean over each batch, and "
+            "the smoothed one is a mean of its own. Set label_smoothing_factor=0"
+        )
+    if getattr(args, "n_gpu", 1) > 1:
+        raise ConfigError(f"n_gpu={args.n_gpu}: DataParallel splits batches by itself. Start one process per device")
+    if trainer._padmin.mode not in ("auto", "split"):
+        raise ConfigError(
+            f"mode={trainer._padmin.mode!r}: PadMinTrainerMixin splits batches. Use mode='split', or call the model "
+            "through lightning_padmin.PaddedForward in your own compute_loss"
+        )
+    if trainer._padmin.normalize != "rank":
+        raise ConfigError("normalize='global' is the Trainer's own average_tokens_across_devices: set that")
+
+
+__all__ = ["PadMinTrainerMixin"]

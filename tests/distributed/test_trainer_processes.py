@@ -1,0 +1,52 @@
+"""PadMinTrainerMixin under DistributedDataParallel: two real gloo processes, batches of other lengths on each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import support
+import torch
+from processes import Ranks
+
+WORKER = Path(__file__).with_name("trainer_worker.py")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return processes.results(WORKER, tmp_path_factory.mktemp("trainer") / "result.out")
+
+
+def worst(result: dict[str, Any]) -> float:
+    pairs = list(zip(result["ours"]["gradients"], result["stock"]["gradients"], strict=True))
+    assert len(pairs) > 1
+    return max(support.relative(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("case", ["sums", "means"])
+def test_gradients_losses_and_parameters_are_the_stock_ones(ranks: Ranks, case: str) -> None:
+    for rank in ranks:
+        result = rank[case]
+        assert worst(result) <= 1e-5
+        assert result["ours"]["losses"] == pytest.approx(result["stock"]["losses"], abs=1e-5)
+        assert float((result["ours"]["parameters"] - result["stock"]["parameters"]).abs().max()) <= 1e-5
+        assert result["ours"]["slots"] < result["stock"]["slots"]
+    assert torch.equal(*(rank[case]["ours"]["parameters"] for rank in ranks))
+
+
+def test_weights_of_one_over_k_are_far_off(ranks: Ranks) -> None:
+    assert all(worst(rank["equal_weights"]) > 0.1 for rank in ranks)
+
+
+def test_both_ranks_refuse_together(ranks: Ranks) -> None:
+    first, second = (rank["refused"] for rank in ranks)
+    assert first == second
+    assert "set loss_reduction='token-mean'" in first
+
+
+def test_a_malformed_batch_on_one_rank_stops_both(ranks: Ranks) -> None:
+    first, second = (rank["malformed"] for rank in ranks)
+    assert first.startswith("PeerError: rank 1 refused its batch (BatchError)")
+    assert second.startswith("BatchError: 'labels' is set on")

@@ -1,0 +1,74 @@
+"""One rank of test_trainer_processes.py: `python trainer_worker.py RESULT_FILE`, rank from LOCAL_RANK.
+
+Real Trainers of transformers under DistributedDataParallel with gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"RANK": os.environ["LOCAL_RANK"], "WORLD_SIZE": "2"}
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
+
+import test_transformers_trainer as cases
+import torch
+from transformers import Trainer
+
+from lightning_padmin import MicroBatcher, PadMinConfig
+
+RANK = int(os.environ["LOCAL_RANK"])
+
+
+def train(kind: type, make: Any, config: PadMinConfig | None) -> dict[str, Any]:
+    record = cases.train(kind, make, config, ddp_backend="gloo", gradient_accumulation_steps=2, num_train_epochs=1)
+    assert record.trainer.accelerator.num_processes == 2
+    return {
+        "gradients": record.gradients,
+        "parameters": record.parameters,
+        "losses": cases.losses(record),
+        "slots": sum(n * width for n, width in record.shapes),
+        "logged": [log.get("padmin/micro_batches") for log in record.logs],
+    }
+
+
+def pair(make: Any, config: PadMinConfig) -> dict[str, Any]:
+    return {"stock": train(Trainer, make, None), "ours": train(cases.Ours, make, config)}
+
+
+def outcome(make: Any, config: PadMinConfig, **options: Any) -> str:
+    try:
+        cases.train(cases.Ours, make, config, ddp_backend="gloo", **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def broken(samples: Any) -> Any:
+    """Rank 1's labels are set on padding."""
+    batch = cases.collate(samples)
+    return batch | {"labels": torch.ones_like(batch["labels"])} if RANK else batch
+
+
+def main() -> dict[str, Any]:
+    means = PadMinConfig(token_budget=64, launch_cost=4)
+    results = {
+        "sums": pair(cases.llama, cases.BUDGET),
+        "means": pair(cases.MeanLoss, means),
+        "refused": outcome(cases.MeanLoss, PadMinConfig(token_budget=64, loss_reduction="sum")),
+        "malformed": outcome(cases.llama, cases.BUDGET, collator=broken),
+    }
+    original = MicroBatcher._weights
+    MicroBatcher._weights = lambda *args: (original(*args)[0] * 0 + 1 / len(args[2]), original(*args)[1])
+    results["equal_weights"] = pair(cases.llama, PadMinConfig(token_budget=64, pad_token_id=0, check="off"))
+    return results
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch.save(main(), Path(sys.argv[1]).with_suffix(f".rank{RANK}.pt"))
