@@ -20,7 +20,7 @@ from lightning_padmin.integrations.lightning_loop import is_sharded, quiet_train
 from lightning_padmin.model_proxy import chunked
 from lightning_padmin.rows import RowTable
 
-_MOST_BATCHES = 100
+_MOST_BATCHES, _MOST_WITHOUT_GRADIENT = 100, 5
 
 
 class FirstBatchCheck:
@@ -45,7 +45,7 @@ class FirstBatchCheck:
     ) -> None:
         self._trainer, self._config, self._exchange = trainer, config, exchange
         self._models, self._corrects = models, corrects
-        self._told, self._batches = False, 0
+        self._told, self._batches, self._without_gradient = False, 0, 0
         self._said: set[str] = set()
         self.is_due = config.check == "first-batch"
 
@@ -81,6 +81,8 @@ class FirstBatchCheck:
                 _say(f"none of the first {self._batches} batches has two rows that carry loss: not checked", False)
         elif not self._told:
             self._told = outcome.told
+            self._without_gradient += not outcome.told
+            self.is_due = self.is_due and self._without_gradient < _MOST_WITHOUT_GRADIENT
             mode = "joint" if self._models else "split"
             if outcome.words not in self._said:
                 self._said.add(outcome.words)
