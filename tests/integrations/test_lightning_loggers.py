@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning
 import lightning.pytorch as pl
 import pytest
 import support
@@ -311,6 +312,8 @@ def rich_bar(kind: type[RichProgressBar]) -> RichProgressBar:
 
 @pytest.mark.parametrize("kind", ["tqdm", "rich"])
 def test_how_a_progress_bar_shows_the_waste(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if kind == "rich" and lightning.__version__.startswith("2.5."):
+        pytest.skip("this Lightning's RichProgressBar does not start with a newer rich")
     plain, asks = (TQDMProgressBar, TqdmWithWaste) if kind == "tqdm" else (RichProgressBar, RichWithWaste)
     make = (lambda bar: bar()) if kind == "tqdm" else rich_bar
     assert "waste" not in drawn(capsys, make(plain))
