@@ -1,0 +1,126 @@
+"""Whether a trainer's loss may be taken chunk by chunk: gradients at the log-probs, without a pass of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_padmin.integrations import trl_stock
+from lightning_padmin.integrations.trl_passes import Passes, gradients_of, leaves_of
+from lightning_padmin.integrations.trl_window import Entry
+
+_TOLERANCE = 1e-4
+_MOST_PARTS = 16
+# While a chunk runs, rows that have not run yet hold other values than theirs. A loss couples rows if that matters to
+# the gradient of the chunk's rows; where the others had their own values, every differentiable loss would pass.
+_ELSEWHERE = (1.25, 0.75)  # log-probs stay negative, entropies positive
+
+
+class Verdict(IntEnum):
+    """The larger one holds where ranks differ."""
+
+    CANNOT_TELL = 0
+    SEPARATES = 1
+    COUPLES = 2
+    NOT_OF_LOG_PROBS = 3
+    READS_PADDING = 4
+
+
+def separates(trainer: Any, model: Any, passes: Passes, need_rows: bool) -> tuple[Verdict, float]:
+    """Whether the parts of a window's loss have the gradients of the whole.
+
+    Args:
+        trainer: of TRL.
+        model: as the trainer wrapped it.
+        passes: of the window; its buffers are filled for this and forgotten where a split follows.
+        need_rows: whether rows have to separate too; else only that all gradients come through the log-probs.
+
+    Returns:
+        The verdict, and max|parts - whole| / max|whole|.
+    """
+    passes.fill_buffers()
+    verdict, difference = _verdict(trainer, model, passes, need_rows)
+    if need_rows or verdict != Verdict.SEPARATES:
+        passes.forget_buffers()
+    return verdict, difference
+
+
+def _verdict(trainer: Any, model: Any, passes: Passes, need_rows: bool) -> tuple[Verdict, float]:
+    if not _is_of_log_probs(trainer, model, passes):
+        return Verdict.NOT_OF_LOG_PROBS, 0.0
+    entries = passes.window.entries
+    wholes = [
+        _gradients(trainer, passes, entry, torch.arange(len(entry.inputs["completion_ids"]))) for entry in entries
+    ]
+    scale = max(_largest(each) for whole in wholes for each in whole if each is not None)
+    if not 0 < scale < float("inf"):
+        return Verdict.CANNOT_TELL, 0.0
+    padding = max(_on_padding(entry, whole) for entry, whole in zip(entries, wholes, strict=True))
+    if padding > _TOLERANCE * scale:
+        return Verdict.READS_PADDING, padding / scale
+    if not need_rows:
+        return Verdict.SEPARATES, 0.0
+    worst = max(_difference(trainer, passes, entry, whole) for entry, whole in zip(entries, wholes, strict=True))
+    return (Verdict.SEPARATES if worst <= _TOLERANCE * scale else Verdict.COUPLES), worst / scale
+
+
+def _is_of_log_probs(trainer: Any, model: Any, passes: Passes) -> bool:
+    """Whether the loss asks once for log-probs, never runs the model, and has no gradient from elsewhere."""
+    entry = passes.window.entries[0]
+    with torch.enable_grad(), trl_stock.without_trace(trainer), _calls_of(trainer, model) as calls:
+        loss, given = passes.stock_loss(entry.inputs, [None if b is None else b.detach() for b in entry.buffers])
+    return not loss.requires_grad and given.asked == 1 and not calls
+
+
+@contextmanager
+def _calls_of(trainer: Any, model: Any) -> Iterator[list[None]]:
+    calls: list[None] = []
+    hook = trainer.accelerator.unwrap_model(model).register_forward_pre_hook(lambda *_: calls.append(None))
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+def _on_padding(entry: Entry, whole: Sequence[Tensor | None]) -> float:
+    """The largest gradient where the completion has no token."""
+    padding = entry.inputs["completion_mask"] == 0
+    return max(_largest(each * padding) for each in whole if each is not None)
+
+
+def _difference(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None]) -> float:
+    """Between the gradients of all rows at once and of some rows at a time, the largest."""
+    rows = len(entry.inputs["completion_ids"])
+    parts = min(rows, _MOST_PARTS)
+    found = [_gradients(trainer, passes, entry, torch.arange(part, rows, parts)) for part in range(parts)]
+    largest = 0.0
+    for wanted, *each in zip(whole, *found, strict=True):
+        if wanted is not None:
+            largest = max(largest, _largest(sum(part for part in each if part is not None) - wanted))
+    return largest
+
+
+def _gradients(trainer: Any, passes: Passes, entry: Entry, rows: Tensor) -> list[Tensor | None]:
+    """Of the stock loss at the buffers, where only these rows have run."""
+    leaves = leaves_of(entry.buffers)
+    live = [_only(leaf, rows, factor) for leaf, factor in zip(leaves, _ELSEWHERE, strict=False)]
+    with torch.enable_grad(), trl_stock.without_trace(trainer):
+        loss, _ = passes.stock_loss(entry.inputs, live)
+    return gradients_of(loss, leaves)
+
+
+def _only(leaf: Tensor | None, rows: Tensor, factor: float) -> Tensor | None:
+    if leaf is None:
+        return None
+    index = rows.to(leaf.device)
+    return (leaf.detach() * factor).index_copy(0, index, leaf[index])
+
+
+def _largest(values: Tensor) -> float:
+    """Infinity where something is not a number, so that it is not lost in a maximum."""
+    return float(values.abs().nan_to_num(nan=float("inf")).max())

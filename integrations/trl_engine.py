@@ -1,0 +1,313 @@
+"""What stands behind `PadMinMixin`: plans, modes, and where a trainer is in its accumulation window."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
+from lightning_padmin.errors import ConfigError, PadMinError, PadMinWarning
+from lightning_padmin.guards import inspect_model, row_limit, with_scan_chunk
+from lightning_padmin.integrations import trl_stock
+from lightning_padmin.integrations.trl_check import Verdict, separates
+from lightning_padmin.integrations.trl_logprobs import (
+    Given,
+    Scores,
+    StockFunction,
+    first_tokens,
+    score_all,
+    score_chunk,
+)
+from lightning_padmin.integrations.trl_passes import Passes
+from lightning_padmin.integrations.trl_refusals import choose_mode, refuse_config, refuse_model, refuse_trainer
+from lightning_padmin.integrations.trl_window import Window
+from lightning_padmin.microbatch import MicroBatcher
+from lightning_padmin.stats import PaddingStats
+
+_NO_LIMIT = 2**40
+_COUPLES = "gradients of the loss at the log-probs change by {:.2g} when rows are split, so it couples rows"
+_NOT_OF_LOG_PROBS = (
+    "the loss has a part that does not come from the log-probs of its rows: it runs the model itself, asks for "
+    "log-probs twice, or penalises parameters"
+)
+_READS_PADDING = (
+    "the loss reads log-probs where completions have no tokens. Those are padding, which is removed here, so training "
+    "would change. Mask them in the loss (loss_type='luspo' in releases before 1.16: set "
+    "importance_sampling_level='sequence'), or use PadMinConfig(enabled=False)"
+)
+
+
+class Engine:
+    """Runs the passes of one trainer in chunks.
+
+    Args:
+        trainer: of TRL, fully constructed.
+        config: the options; those about names of entries and the reduction of the loss do not matter: both are TRL's.
+        stock_scores: the trainer's own log-prob function.
+
+    Attributes:
+        mode: `"split"`, `"joint"` or `"replay"`.
+        stats: counts of this rank's training passes.
+    """
+
+    def __init__(self, trainer: Any, config: PadMinConfig, stock_scores: StockFunction) -> None:
+        refuse_config(config)
+        refuse_trainer(trainer)
+        findings = inspect_model(trainer.model)
+        refuse_model(findings)
+        self._trainer, self._wanted, self._stock_scores = trainer, config.mode, stock_scores
+        self._config = with_scan_chunk(_for_rows(config), trainer.model)
+        self._row_limit = row_limit(findings)
+        self._batchers: dict[int, MicroBatcher] = {}
+        self._said: set[str] = set()
+        self.mode, why = choose_mode(trainer, config.mode)
+        self._checked = config.check == "off" or self.mode == "joint"
+        self._given: Given | None = None
+        self.stats, self._unlogged = PaddingStats(), PaddingStats()
+        self.reset()
+        for finding in findings:
+            if finding.severity == "correct":
+                self._say(f"{finding.where}: {finding.reason}")
+        if why:
+            self._say(f"mode={self.mode!r}: {why}")
+
+    def reset(self) -> None:
+        """Forgets the window that is under way."""
+        self._passes: Passes | None = None
+        self._position = 0  # of the next step in its accumulation window
+
+    # Forward passes: reference, old policy, and training in joint mode.
+
+    def scores(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **options: Any
+    ) -> tuple[Any, ...]:
+        """The log-prob function, in chunks."""
+        stock = self._stock_scores
+        given = self._given
+        if given is not None and given.is_for(model, input_ids):
+            return given.take()
+        options = dict(zip(trl_stock.optional_names(stock), args, strict=False)) | options
+        if (image := trl_stock.has_images(options)) is not None:
+            self._say(f"rows with images ({image}) are not regrouped yet: they run as without PadMinMixin")
+            return stock(model, input_ids, attention_mask, logits_to_keep, **options)
+        rows = options.pop("batch_size", None) or len(input_ids)
+        tokens = {"input_ids": input_ids, "attention_mask": attention_mask}
+        for name in trl_stock.POSITIONS:
+            if (value := options.pop(name, None)) is not None:
+                tokens[name] = value
+        options = {name: value for name, value in options.items() if name not in trl_stock.IMAGES}
+        config = self._with_budget(rows * input_ids.shape[1])
+        if options.get("compute_aux_loss"):
+            # The balance loss of experts is one of all rows together: rolled and trimmed, but not split.
+            config = replace(config, token_budget=_NO_LIMIT, launch_cost=_NO_LIMIT, max_rows=None)
+        training = torch.is_grad_enabled()
+        no_sync = self._no_sync_of(model) if training else None
+        batches = self._batcher(config).prepare(tokens)
+        self._look_at_prompts(first_tokens(batches.table, logits_to_keep))
+        outputs = score_all(stock, model, batches, logits_to_keep, options, no_sync)
+        if training:
+            self._count(replace(batches.stats, loss_tokens=int(attention_mask[:, -logits_to_keep:].sum())))
+        return outputs
+
+    def _look_at_prompts(self, first: np.ndarray[Any, Any]) -> None:
+        if (first < 1).any():
+            self._say(
+                "a row has an empty prompt: its first completion token was predicted from padding, and rolled it has "
+                "nothing before it, so its log-prob is not that of the trainer without PadMinMixin"
+            )
+
+    def _batcher(self, config: PadMinConfig, min_micro_batches: int = 1) -> MicroBatcher:
+        """Kept between batches, so that it says things once; the budget may follow the width of the batch."""
+        if min_micro_batches not in self._batchers:
+            self._batchers[min_micro_batches] = MicroBatcher(
+                config, exchange=self._exchange, row_limit=self._row_limit, min_micro_batches=min_micro_batches
+            )
+        batcher = self._batchers[min_micro_batches]
+        batcher.config = config
+        return batcher
+
+    def _with_budget(self, slots: int) -> PadMinConfig:
+        return self._config if self._config.token_budget is not None else replace(self._config, token_budget=slots)
+
+    @property
+    def _exchange(self) -> Exchange:
+        return exchange_all if self._trainer.accelerator.num_processes > 1 else exchange_alone
+
+    def _no_sync_of(self, model: Any) -> Callable[[], AbstractContextManager[Any]] | None:
+        """Only DistributedDataParallel is told to wait; FSDP reduces in every backward pass."""
+        if trl_stock.distributed_type(self._trainer) not in ("MULTI_GPU", "MULTI_CPU"):
+            return None
+        return partial(self._trainer.accelerator.no_sync, model)
+
+    # The training pass, chunk by chunk.
+
+    def step_in_place_of(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`training_step`, which does the current step's share of the window."""
+        return stock if self.mode == "joint" else partial(self._step, stock)
+
+    def _step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        trainer, began = self._trainer, time.perf_counter()
+        ends = trainer.accelerator.sync_gradients
+        try:
+            _to_training_mode(trainer, model)
+            inputs = trainer._prepare_inputs(inputs)
+            if self._passes is None and trl_stock.has_images(inputs) is None:
+                self._passes = self._open(model, inputs, num_items_in_batch)
+            # Inputs are prepared once per step, though a step has several passes.
+            with trl_stock.replaced(trainer, _prepare_inputs=lambda prepared: prepared):
+                if self._passes is not None:
+                    loss = self._run_chunks(stock, model, inputs, num_items_in_batch, began)
+                else:
+                    trl_stock.count_time(trainer, time.perf_counter() - began)
+                    loss = stock(model, inputs, num_items_in_batch)
+        except BaseException:
+            self.reset()
+            raise
+        self._position = 0 if ends else self._position + 1
+        return loss
+
+    def _run_chunks(
+        self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any, began: float
+    ) -> Tensor:
+        passes, trainer = self._passes, self._trainer
+        assert passes is not None
+        window = passes.window
+        if window.entries[window.step].inputs is not inputs:
+            raise PadMinError(
+                "the trainer's generated batch was replaced in the middle of an accumulation window, whose rows have "
+                "been regrouped already. Use mode='joint'"
+            )
+        chunks = window.chunks()
+        for chunk in chunks[:-1]:
+            with trl_stock.replaced(trainer, compute_loss=passes.loss_of(chunk)), self._waiting(model):
+                trl_stock.plain_training_step(trainer, model, inputs, num_items_in_batch)
+        trl_stock.count_time(trainer, time.perf_counter() - began)
+        with trl_stock.replaced(trainer, compute_loss=passes.loss_of(chunks[-1])):
+            loss = stock(model, inputs, num_items_in_batch)
+        window.step += 1
+        if window.step == len(window.entries):
+            self._passes = None
+        return loss
+
+    def _waiting(self, model: Any) -> AbstractContextManager[Any]:
+        return (self._no_sync_of(model) or nullcontext)()
+
+    def _open(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any) -> Passes | None:
+        """The passes of the window that begins with this step; None if it has to run in joint mode."""
+        trainer = self._trainer
+        entries = trl_stock.upcoming(trainer, inputs, self._position)
+        slots = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+        window = Window(entries, self._batcher(self._with_budget(slots), min_micro_batches=len(entries)))
+        self._look_at_prompts(first_tokens(window.batches.table, window.completion))
+        # As it is now: while chunks run, an attribute of the trainer stands in its place.
+        loss = partial(self._stock_loss, trainer.compute_loss, num_items_in_batch)
+        passes = Passes(trainer, window, partial(self._score, model, window), partial(loss, model))
+        if not self._checked and (self.mode == "replay" or len(window.batches) > 1):
+            self._check(model, passes)
+            if self.mode == "joint":
+                return None
+        if self.mode == "replay":
+            passes.take_gradients(ends_window=self._ends_with(window))
+        self._count(window.stats)
+        return passes
+
+    def _ends_with(self, window: Window) -> bool:
+        """Whether an optimizer step follows upon the window."""
+        steps: int = self._trainer.current_gradient_accumulation_steps
+        return self._position + len(window.entries) == steps
+
+    def _score(self, model: Any, window: Window, chunk: int) -> Scores:
+        scores = score_chunk(
+            self._stock_scores,
+            model,
+            window.batches[chunk],
+            window.batches.slot_maps[chunk],
+            window.completion,
+            {"compute_entropy": True},
+        )
+        self._rest = len(scores.rest)
+        return scores
+
+    def _stock_loss(
+        self, compute_loss: Any, num_items_in_batch: Any, model: Any, inputs: Mapping[str, Any], values: Any
+    ) -> tuple[Tensor, Given]:
+        """The trainer's own loss of one stock micro-batch, with these log-probs and entropies."""
+        given = Given(model, (*values, *[None] * self._rest))
+        before, self._given = self._given, given
+        try:
+            with self._trainer.compute_loss_context_manager():
+                return compute_loss(model, inputs, num_items_in_batch=num_items_in_batch), given
+        finally:
+            self._given = before
+
+    # What may be split.
+
+    def _check(self, model: Any, passes: Passes) -> None:
+        """Finds out on the first window that can tell whether the loss separates; all ranks agree on it."""
+        with self._waiting(model):
+            verdict, difference = separates(self._trainer, model, passes, need_rows=self.mode == "split")
+        verdict = Verdict(int(self._exchange([verdict])[:, 0].max()))
+        self._checked = verdict != Verdict.CANNOT_TELL
+        if verdict <= Verdict.SEPARATES:
+            return
+        if verdict == Verdict.READS_PADDING:
+            raise ConfigError(_READS_PADDING)
+        coupled = verdict == Verdict.COUPLES
+        why = _COUPLES.format(difference) if coupled else _NOT_OF_LOG_PROBS
+        fix = "replay" if coupled else "joint"
+        if self._wanted != "auto":
+            raise ConfigError(f"mode={self._wanted!r}: {why}. Set mode={fix!r} or mode='auto'")
+        self.mode = fix
+        self._say(f"mode={fix!r}: {why}")
+
+    # Metrics.
+
+    def _count(self, stats: PaddingStats) -> None:
+        self.stats = self.stats + stats
+        self._unlogged = self._unlogged + stats
+
+    def metrics(self) -> dict[str, float | int]:
+        """`padmin/*` since the last call, over all ranks; to be called on every rank."""
+        merged = PaddingStats.merge_ranks(self._exchange(self._unlogged.as_counts()))
+        self._unlogged = PaddingStats()
+        return merged.metrics(self._config.log_prefix) if merged.batches else {}
+
+    def _say(self, words: str) -> None:
+        """Once, on the main process."""
+        if words not in self._said:
+            self._said.add(words)
+            if self._trainer.accelerator.is_main_process:
+                warnings.warn(f"PadMinMixin: {words}", PadMinWarning, stacklevel=3)
+
+
+def _for_rows(config: PadMinConfig) -> PadMinConfig:
+    """The options, for batches that hold `input_ids` and `attention_mask` whose rows all count the same."""
+    own = PadMinConfig()
+    return replace(
+        config,
+        loss_reduction="row-mean",
+        normalize="rank",
+        label_shift=None,
+        mask_key=own.mask_key,
+        labels_key=own.labels_key,
+        loss_mask_key=None,
+        batch_schema={},
+        static_keys=(),
+    )
+
+
+def _to_training_mode(trainer: Any, model: Any) -> None:
+    """As the stock step does before it prepares inputs."""
+    model.train()
+    if callable(getattr(trainer.optimizer, "train", None)):
+        trainer.optimizer.train()

@@ -1,0 +1,136 @@
+"""Per-token log-probs of TRL's online trainers in chunks: rolled, trimmed, length-sorted, under the token budget.
+
+The stock function scores the last `logits_to_keep` columns. Prompts are padded on the left, completions on the right,
+so after the roll a completion begins right behind its prompt, at another column in each row: the function is asked
+for all columns from the shortest prompt on, and what belongs to completions is put back where stock has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_padmin.layout import SlotMap
+from lightning_padmin.rows import RowTable
+from lightning_padmin.sequence import MicroBatch, MicroBatches
+
+Ints = NDArray[np.int64]
+StockFunction = Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What the stock function returned for some rows.
+
+    Attributes:
+        per_token: log-probs and, if asked for, entropies, each (n, T), 0 where there is no completion token.
+        rest: what it returned besides, such as the balance loss of experts; None where it returned None.
+    """
+
+    per_token: tuple[Tensor | None, ...]
+    rest: tuple[Any, ...]
+
+
+def score_chunk(
+    stock: StockFunction, model: Any, micro: MicroBatch, slots: SlotMap, completion: int, options: Mapping[str, Any]
+) -> Scores:
+    """Log-probs of one micro-batch.
+
+    Args:
+        stock: the trainer's own function.
+        model: the model, as stock passes it on.
+        micro: entries `input_ids`, `attention_mask` and others by position.
+        slots: its index map.
+        completion: columns T that completions take in the batch.
+        options: further keyword arguments of the stock function.
+    """
+    width = slots.widths[0]
+    source = slots.source_widths[0]
+    # A row's prompt ends where completions begin in the batch; a row without any prompt has nothing to predict from.
+    prompts = (source - completion) - slots.start[:, 0]
+    shortest = int(min(prompts.min(), width - 1))
+    inputs = dict(micro.batch)
+    ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+    outputs = stock(model, ids, mask, width - shortest, **inputs, **options)
+    per_token = tuple(None if each is None else _in_place(each, slots, shortest, completion) for each in outputs[:2])
+    return Scores(per_token, tuple(outputs[2:]))
+
+
+def _in_place(scores: Tensor, slots: SlotMap, first: int, completion: int) -> Tensor:
+    """(n, W - first) scores as (n, T), at the columns that completions have in the batch."""
+    return slots.restore(scores, first_column=first)[:, -completion:]
+
+
+def score_all(
+    stock: StockFunction,
+    model: Any,
+    batches: MicroBatches,
+    completion: int,
+    options: Mapping[str, Any],
+    no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> tuple[Any, ...]:
+    """What the stock function returns for a whole batch, computed in chunks that keep one graph.
+
+    Args:
+        stock: see `score_chunk`; so are `model`, `completion` and `options`.
+        model: the model.
+        batches: micro-batches of `input_ids`, `attention_mask` (B, P + T) and others by position.
+        completion: columns T.
+        options: further keyword arguments.
+        no_sync: entered for all forward passes but the last, where only that may arm the reducer.
+    """
+    chunks = []
+    for micro, slots in zip(batches, batches.slot_maps, strict=True):
+        with nullcontext() if micro.is_last or no_sync is None else no_sync():
+            chunks.append(score_chunk(stock, model, micro, slots, completion, options))
+    joined = tuple(_join(batches, [chunk.per_token[k] for chunk in chunks]) for k in range(len(chunks[0].per_token)))
+    return joined + chunks[-1].rest
+
+
+def _join(batches: MicroBatches, parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    joined = batches.restore_rows(present)
+    for dummy in present[len(batches.plan) :]:  # stays in the graph, since other ranks wait for its backward pass
+        joined = joined + dummy.sum() * 0
+    return joined
+
+
+def zero_of(scores: Scores) -> Tensor:
+    """A loss of 0 that reaches the model, for a dummy."""
+    total = sum(each.sum() * 0 for each in scores.per_token if each is not None and each.requires_grad)
+    assert isinstance(total, Tensor), "the model has no trainable parameters"
+    return total
+
+
+def first_tokens(table: RowTable, completion: int) -> Ints:
+    """Tokens before the completion in each row: its prompt, where completions take the last columns of the batch."""
+    return (table.widths[0] - completion) - table.start[:, 0]
+
+
+class Given:
+    """Log-probs and entropies that stand in for the model in one call of a trainer's loss.
+
+    Attributes:
+        asked: how often the loss asked for the log-probs of these rows under the model.
+    """
+
+    def __init__(self, model: Any, values: tuple[Any, ...]) -> None:
+        self._model, self._values = model, values
+        self.asked = 0
+
+    def is_for(self, model: Any, input_ids: Tensor) -> bool:
+        """Whether these are the log-probs asked for; not those of another model, nor of other rows."""
+        return model is self._model and len(input_ids) == len(self._values[0])
+
+    def take(self) -> tuple[Any, ...]:
+        """What the stock function would return."""
+        self.asked += 1
+        return self._values

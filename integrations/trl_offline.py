@@ -1,0 +1,117 @@
+"""Padding removed inside of TRL's trainers that learn from a dataset: SFT, DPO, Reward, KTO.
+
+Their losses and metrics may couple rows (pairs of answers, means over all tokens, other rows' completions), so stock
+`compute_loss` runs on whole batches, and it is the model's backbone that runs in chunks inside of it. What comes behind
+the backbone (the head, log-probs, the balance loss of experts) is the trainer's own code on outputs in its own layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
+from lightning_padmin.errors import ConfigError
+from lightning_padmin.guards import ArchitectureError, inspect_model, with_scan_chunk
+from lightning_padmin.model_proxy import chunked
+from lightning_padmin.stats import PaddingStats
+
+_SHARDED = ("FSDP", "DEEPSPEED")
+
+
+class OfflineEngine:
+    """Runs the backbones of one trainer in chunks.
+
+    Args:
+        trainer: an SFT, DPO, Reward or KTO trainer, set up.
+        config: the options.
+
+    Attributes:
+        stats: counts of this rank's training passes.
+
+    Raises:
+        ConfigError: a mode, model or setting that is not supported; names the fix.
+        ArchitectureError: the model's outputs for a row depend on the rows that run with it.
+    """
+
+    def __init__(self, trainer: Any, config: PadMinConfig) -> None:
+        _refuse_unsupported(trainer, config)
+        self._trainer = trainer
+        backbones(trainer)  # refuses now, not in the first step
+        for finding in inspect_model(trainer.accelerator.unwrap_model(trainer.model)):
+            later = finding.rule == "balance-loss" or finding.exact_up_to is not None
+            if finding.severity == "refuse" and not later:
+                raise ArchitectureError(f"{finding.where}: {finding.reason}")
+        self._config = with_scan_chunk(replace(config, loss_reduction="row-mean", normalize="rank"), trainer.model)
+        self.stats, self._since_log = PaddingStats(), PaddingStats()
+
+    def reset(self) -> None:
+        """Nothing is kept between steps."""
+
+    def step_in_place_of(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The stock training step, inside of which the backbones run in chunks."""
+
+        def training_step(*args: Any, **options: Any) -> Any:
+            with chunked(backbones(self._trainer), self._config, self._exchange) as calls:
+                result = stock(*args, **options)
+            self.stats, self._since_log = self.stats + calls.total, self._since_log + calls.total
+            return result
+
+        return training_step
+
+    @property
+    def _exchange(self) -> Exchange:
+        """Ranks run equally many chunks only where forward passes are collective."""
+        sharded = str(self._trainer.accelerator.distributed_type).rsplit(".", maxsplit=1)[-1] in _SHARDED
+        return exchange_all if sharded else exchange_alone
+
+    def metrics(self) -> dict[str, float | int]:
+        """Counts over all ranks since the last time, ratios last. A collective."""
+        exchange = exchange_all if self._trainer.accelerator.num_processes > 1 else exchange_alone
+        merged = PaddingStats.merge_ranks(np.asarray(exchange(self._since_log.as_counts())))
+        self._since_log = PaddingStats()
+        return merged.metrics(self._config.log_prefix) if merged.batches else {}
+
+
+def backbones(trainer: Any) -> dict[str, nn.Module]:
+    """The backbone of the policy and, where there is one, of the reference model, by name.
+
+    Raises:
+        ConfigError: a model whose backbone is not to be found.
+    """
+    unwrap = trainer.accelerator.unwrap_model
+    models = {"model": trainer.model, "ref_model": getattr(trainer, "ref_model", None)}
+    return {name: _backbone(name, unwrap(model)) for name, model in models.items() if model is not None}
+
+
+def _backbone(name: str, model: Any) -> nn.Module:
+    get_base = getattr(model, "get_base_model", None)  # of PEFT
+    model = get_base() if callable(get_base) else model
+    inner = getattr(model, "base_model", None)
+    if not isinstance(inner, nn.Module) or inner is model:
+        raise ConfigError(
+            f"{name}={type(model).__name__}: its backbone (base_model) is not to be found, so it cannot run in chunks. "
+            "Use a model of transformers, or PadMinConfig(enabled=False)"
+        )
+    return inner
+
+
+def _refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
+    name, args = type(trainer).__name__, trainer.args
+    if config.mode not in ("auto", "joint"):
+        raise ConfigError(
+            f"mode={config.mode!r}: {name} needs its whole batch (pairs, metrics over all tokens), so its backbone "
+            "runs in chunks inside of its loss. Set mode='joint' or mode='auto'"
+        )
+    for option in ("packing", "padding_free"):
+        if getattr(args, option, False):
+            raise ConfigError(f"{option}=True leaves no padding to remove. Set {option}=False, or leave padmin out")
+    if getattr(args, "use_liger_kernel", False):
+        raise ConfigError("use_liger_kernel=True: Liger's loss runs the backbone by itself. Set it to False")
+    if getattr(args, "n_gpu", 1) > 1:
+        raise ConfigError(f"n_gpu={args.n_gpu}: DataParallel splits batches by itself. Start one process per device")

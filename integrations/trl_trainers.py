@@ -1,0 +1,100 @@
+"""`PadMinMixin`: padding removed inside of TRL's trainers: GRPO, RLOO, SFT, DPO, Reward, KTO.
+
+    class MyTrainer(PadMinMixin, GRPOTrainer): ...
+    trainer = MyTrainer(..., padmin=PadMinConfig(token_budget=16_384))
+
+Trainers that learn from a dataset run their backbone in chunks inside of their own loss (`trl_offline`). For online
+ones (GRPO, RLOO) `mode` of the configuration says how:
+
+    split     reference, old-policy and training passes in chunks; each chunk of the training pass is sent backward by
+              itself through the trainer's own loss; rows of the whole accumulation window are regrouped together
+    joint     the same passes in chunks that keep one graph per stock micro-batch
+    replay    split for losses that couple rows: log-probs first, the stock loss on them, then chunk by chunk again
+    auto      split where the trainer's own loss separates over rows (checked on the first window that can tell), else
+              replay; joint for the balance loss of experts and for losses that run the model themselves
+
+The mixin only passes calls on to `trl_engine.Engine`, which it keeps in one attribute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.rloo_trainer import RLOOTrainer
+except ImportError as error:
+    raise ImportError("PadMinMixin needs TRL: pip install 'trl>=1.4'") from error
+
+from torch import Tensor
+
+from lightning_padmin.config import PadMinConfig, as_config
+from lightning_padmin.integrations.trl_engine import Engine
+from lightning_padmin.integrations.trl_offline import OfflineEngine
+from lightning_padmin.integrations.trl_refusals import is_offline, refuse_class
+from lightning_padmin.stats import PaddingStats
+
+
+class PadMinMixin:
+    """Put before a trainer of TRL; takes the keyword `padmin`, a `PadMinConfig`.
+
+    Gradients, optimizer steps and logged metrics are those of the trainer without it.
+
+    Raises:
+        ConfigError: the trainer, its arguments or its version are not supported; names the fix.
+        ArchitectureError: the model's outputs for a row depend on the rows that run with it.
+    """
+
+    _padmin: Engine | OfflineEngine | None = None  # while the stock constructor runs, and with enabled=False
+
+    def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
+        config = as_config(padmin)
+        if config.enabled:
+            refuse_class(type(self))
+        super().__init__(*args, **options)
+        if config.enabled and is_offline(type(self)):
+            self._padmin = OfflineEngine(self, config)
+        elif config.enabled:
+            self._padmin = Engine(self, config, super()._get_per_token_logps_and_entropies)  # type: ignore[misc]
+
+    @property
+    def padding_stats(self) -> PaddingStats:
+        """Counts of this rank's training passes so far."""
+        return PaddingStats() if self._padmin is None else self._padmin.stats
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Stock, from the beginning of an accumulation window, wherever an earlier training was given up."""
+        if self._padmin is not None:
+            self._padmin.reset()
+        return super().train(*args, **options)  # type: ignore[misc]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """One stock step: its share of the window's chunks."""
+        stock = super().training_step  # type: ignore[misc]
+        step = stock if self._padmin is None else self._padmin.step_in_place_of(stock)
+        loss: Tensor = step(model, inputs, num_items_in_batch)
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> tuple[Any, ...]:
+        """In chunks under the token budget; the same values, 0 where the completion is masked."""
+        stock = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        score = self._padmin.scores if isinstance(self._padmin, Engine) else stock
+        scores: tuple[Any, ...] = score(*args, **options)
+        return scores
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Adds `padmin/*` to what training logs."""
+        if self._padmin is not None and "loss" in logs:
+            logs.update(self._padmin.metrics())
+        super().log(logs, *args, **options)  # type: ignore[misc]
+
+
+class PadMinGRPOTrainer(PadMinMixin, GRPOTrainer):
+    """GRPO with padding removed."""
+
+
+class PadMinRLOOTrainer(PadMinMixin, RLOOTrainer):
+    """RLOO with padding removed."""
+
+
+__all__ = ["PadMinGRPOTrainer", "PadMinMixin", "PadMinRLOOTrainer"]

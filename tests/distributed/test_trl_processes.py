@@ -1,0 +1,84 @@
+"""GRPO with the mixin under DDP: two real gloo processes, uneven work, against the same training without the mixin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+from processes import Ranks
+
+pytest.importorskip("trl")
+
+import trl_cases as cases
+
+WORKER = Path(__file__).with_name("trl_worker.py")
+SCENARIOS = {
+    "dapo": ("split", "joint", "replay", "auto"),
+    "grpo": ("split",),
+    "quantile": ("auto", "joint"),
+    "adaptive_entropy": ("split", "replay"),
+    "truncated": ("split", "replay", "joint"),
+    "checkpointing": ("split", "replay", "joint"),
+    "couples_on_one_rank": ("auto",),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    output = tmp_path_factory.mktemp("trl") / "result.out"
+    return processes.results(WORKER, output, *SCENARIOS, "equal_weights", "one_rank_refuses", timeout=240)
+
+
+def record(values: dict[str, Any]) -> cases.Record:
+    return cases.Record(gradients=values["gradients"], logs=values["logs"], parameters=values["parameters"])
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, modes in SCENARIOS.items() for mode in modes])
+def test_gradients_parameters_and_metrics(ranks: Ranks, name: str, mode: str) -> None:
+    for rank in ranks:
+        assert rank[name][mode]["kind"] == "MULTI_CPU"
+        found, wanted = record(rank[name][mode]), record(rank[name]["stock"])
+        assert cases.gradient_difference(found, wanted) <= 1e-5
+        moved = (wanted.parameters - cases.flat(cases.qwen2())).abs().max()
+        difference = (found.parameters - wanted.parameters).abs().max()
+        assert float(difference / moved) <= 1e-4  # one unit in the last place of a parameter is 1.5e-5 of this
+    # What is logged is gathered over ranks, and logged by rank 0 alone.
+    found, wanted = record(ranks[0][name][mode]), record(ranks[0][name]["stock"])
+    worst, metric = cases.metric_difference(found, wanted)
+    assert worst <= 1e-5, metric
+    assert torch.equal(*(rank[name][mode]["parameters"] for rank in ranks))
+    assert all(torch.equal(a, b) for a, b in zip(*(rank[name][mode]["gradients"] for rank in ranks), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["split", "replay", "joint"])
+def test_work_is_uneven_and_counts_are_not(ranks: Ranks, mode: str) -> None:
+    first, second = (rank["dapo"][mode]["stats"] for rank in ranks)
+    assert first["micro_batches"] == second["micro_batches"] > first["batches"]
+    assert first["real_tokens"] > 1.3 * second["real_tokens"]
+    logged = sum(logs.get("padmin/slots", 0) for logs in ranks[0]["dapo"][mode]["logs"])
+    assert logged == first["slots"] + second["slots"]
+
+
+def test_a_rank_that_runs_out_of_rows_keeps_in_step(ranks: Ranks) -> None:
+    assert [rank["truncated"]["split"]["stats"]["dummies"] > 0 for rank in ranks] == [False, True]
+
+
+def test_modes_that_ranks_agree_on(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["dapo"]["auto"]["mode"] == "split"
+        assert rank["quantile"]["auto"]["mode"] == "replay"
+        assert rank["couples_on_one_rank"]["auto"]["mode"] == "replay"
+
+
+def test_negative_control_every_chunk_weighs_the_same(ranks: Ranks) -> None:
+    values = ranks[0]["equal_weights"]
+    assert cases.gradient_difference(record(values["split"]), record(values["stock"])) > 0.1
+
+
+def test_all_ranks_refuse_what_one_refuses(ranks: Ranks) -> None:
+    first, second = (rank["one_rank_refuses"] for rank in ranks)
+    assert first.startswith("ArchitectureError: a row takes")
+    assert second.startswith("PeerError: rank 0 refused its batch (ArchitectureError)")

@@ -1,0 +1,150 @@
+"""One rank of the scenarios in test_trl_processes.py: `python trl_worker.py RESULT_FILE SCENARIO ...`.
+
+Rank from LOCAL_RANK. Each scenario trains with GRPO under DDP with gloo and returns what the test compares.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Where transformers looks for its place among the processes, as soon as it is imported.
+os.environ["RANK"] = os.environ["LOCAL_RANK"]
+os.environ["WORLD_SIZE"] = "2"
+os.environ["ACCELERATE_USE_CPU"] = "true"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import transformers
+import trl_cases as cases
+
+from lightning_padmin import PadMinWarning
+from lightning_padmin.integrations import trl_passes
+
+RANK = int(os.environ["LOCAL_RANK"])
+OPTIONS = {
+    "num_iterations": 2,
+    "beta": 0.2,
+    "max_steps": 3,
+    "loss_type": "dapo",
+    "ddp_timeout": 60,
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 2,
+}
+
+
+class Uneven:
+    """Long rows on rank 0, short ones on rank 1."""
+
+    @property
+    def long_share(self) -> float:
+        return (0.6, 0.0)[RANK]
+
+    @property
+    def completion_length(self) -> int:
+        return (24, 9)[RANK]
+
+
+class Truncated:
+    """Most completions lose all tokens on rank 1."""
+
+    @property
+    def long_share(self) -> float:
+        return (0.0, 0.8)[RANK]
+
+
+def result(record: cases.Record) -> dict[str, Any]:
+    return {
+        "gradients": record.gradients,
+        "parameters": record.parameters,
+        "logs": record.logs,
+        "stats": record.trainer.padding_stats.state_dict() if hasattr(record.trainer, "padding_stats") else {},
+        "mode": record.trainer._padmin.mode if hasattr(record.trainer, "padding_stats") else "",
+        "kind": record.trainer.accelerator.distributed_type.value,
+    }
+
+
+def compared(*modes: str, layer: type = Uneven, make: Callable[[], Any] = cases.qwen2, **options: Any) -> Any:
+    """The same training without the mixin and in each mode."""
+    stock, ours = cases.trainers(outer=(layer,))
+    found = {"stock": result(cases.train(stock, OPTIONS | options, None, make))}
+    for mode in modes:
+        found[mode] = result(cases.train(ours, OPTIONS | options, cases.padmin(mode), make))
+    return found
+
+
+def dapo() -> Any:
+    return compared("split", "joint", "replay", "auto")
+
+
+def grpo() -> Any:
+    return compared("split", loss_type="grpo", steps_per_generation=4)
+
+
+def quantile() -> Any:
+    """Over all ranks' tokens."""
+    return compared("auto", "joint", top_entropy_quantile=0.5, entropy_coef=0.1)
+
+
+def adaptive_entropy() -> Any:
+    return compared("split", "replay", use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=2.0)
+
+
+def truncated() -> Any:
+    options = {"mask_truncated_completions": True, "loss_type": "bnpo"}
+    return compared("split", "replay", "joint", layer=Truncated, **options)
+
+
+def checkpointing() -> Any:
+    return compared("split", "replay", "joint", gradient_checkpointing=True, max_steps=2)
+
+
+def couples_on_one_rank() -> Any:
+    """The check fails on rank 1 alone; both ranks replay."""
+
+    class Coupled(Uneven):
+        def get_off_policy_mask(self, per_token_logps: Any, mask: Any, **_: Any) -> Any:
+            factor = (per_token_logps.detach() * mask).sum().abs() / mask.sum().clamp(min=1)
+            return (factor if RANK == 1 else torch.ones(())).expand(len(mask), 1)
+
+    return compared("auto", layer=Coupled, off_policy_mask_threshold=100.0)
+
+
+def equal_weights() -> Any:
+    """Negative control."""
+    original = trl_passes.Passes._split
+    trl_passes.Passes._split = cases.equally(original)
+    try:
+        return compared("split", max_steps=1)
+    finally:
+        trl_passes.Passes._split = original
+
+
+def one_rank_refuses() -> Any:
+    """Rows on rank 0 are longer than the model can be regrouped for."""
+
+    def limited() -> Any:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+        return cases.qwen2(max_position_embeddings=30, rope_parameters=rope)
+
+    _, ours = cases.trainers(outer=(Uneven,))
+    try:
+        cases.train(ours, OPTIONS, cases.padmin("split"), limited)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", PadMinWarning)
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    output = Path(sys.argv[1])
+    results = {name: globals()[name]() for name in sys.argv[2:]}
+    torch.save(results, output.with_suffix(f".rank{RANK}.pt"))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,177 @@
+"""PadMinMixin before TRL's SFT, DPO, Reward and KTO trainers: gradients and all logged metrics of the stock ones."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForSequenceClassification
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl_cases import (
+    EOS,
+    PAD,
+    VOCABULARY,
+    Record,
+    Recorder,
+    gradient_difference,
+    metric_difference,
+    qwen2,
+    saved,
+    skewed,
+    tokenizer,
+)
+
+from lightning_padmin import PadMinConfig
+from lightning_padmin.errors import ConfigError
+from lightning_padmin.integrations.trl_trainers import PadMinMixin
+
+BUDGET = PadMinConfig(token_budget=128, launch_cost=8)
+KINDS: dict[str, tuple[type, type]] = {
+    "sft": (SFTTrainer, SFTConfig),
+    "dpo": (DPOTrainer, DPOConfig),
+    "reward": (RewardTrainer, RewardConfig),
+    "kto": (KTOTrainer, KTOConfig),
+}
+
+
+def dataset(kind: str, count: int = 40) -> Dataset:
+    source = random.Random(1)
+
+    def words(length: int) -> str:
+        return " ".join(f"w{source.randrange(3, VOCABULARY)}" for _ in range(length))
+
+    def texts(shift: int = 0) -> list[str]:
+        return [" " + words(skewed(source, 30, 0.1) + shift) for _ in range(count)]
+
+    prompts = [words(source.randrange(2, 12)) for _ in range(count)]
+    columns = {
+        "sft": lambda: {"text": texts()},
+        "dpo": lambda: {"prompt": prompts, "chosen": texts(), "rejected": texts()},
+        "reward": lambda: {"chosen": texts(3), "rejected": texts(3)},
+        "kto": lambda: {
+            "prompt": prompts,
+            "completion": texts(),
+            "label": [bool(source.randrange(2)) for _ in range(count)],
+        },
+    }[kind]
+    return Dataset.from_dict(columns())
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes["num_key_value_heads"] = 2
+    ids = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
+    return Qwen2ForSequenceClassification(Qwen2Config(vocab_size=VOCABULARY, num_labels=1, **sizes, **ids))
+
+
+def mixtral() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+    ids = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
+    options = {"output_router_logits": True, "experts_implementation": "eager", "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, **sizes, **experts, **ids, **options))
+
+
+def train(kind: str, padmin: PadMinConfig | None, make: Callable[[], nn.Module], **options: Any) -> Record:
+    base, config = KINDS[kind]
+    record, model = Record(), make()
+    model.config._name_or_path = saved(model)
+    defaults: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    trainer = (base if padmin is None else type("Ours", (PadMinMixin, base), {}))(
+        model=model,
+        args=config(**(defaults | options)),
+        train_dataset=dataset(kind),
+        processing_class=tokenizer(),
+        callbacks=[Recorder(record)],
+        **({} if padmin is None else {"padmin": padmin}),
+    )
+
+    def count(module: nn.Module, inputs: Any, output: Any) -> None:
+        slots = inputs[0].shape[0] * inputs[0].shape[1]
+        record.slots, record.largest = record.slots + slots, max(record.largest, slots)
+
+    trainer.accelerator.unwrap_model(trainer.model).base_model.layers[0].register_forward_hook(count)
+    trainer.train()
+    record.trainer = trainer
+    return record
+
+
+CASES: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
+    "sft": ("sft", qwen2, {}),
+    "sft, dft": ("sft", qwen2, {"loss_type": "dft"}),
+    "sft, label smoothing": ("sft", qwen2, {"label_smoothing_factor": 0.1}),
+    "sft, experts": ("sft", mixtral, {}),
+    "dpo": ("dpo", qwen2, {}),
+    "dpo, ipo": ("dpo", qwen2, {"loss_type": ["ipo"]}),
+    "dpo, sigmoid and sft": ("dpo", qwen2, {"loss_type": ["sigmoid", "sft"]}),
+    "dpo, aot": ("dpo", qwen2, {"loss_type": ["aot"]}),
+    "dpo, weighting": ("dpo", qwen2, {"use_weighting": True}),
+    "reward": ("reward", classifier, {}),
+    "kto": ("kto", qwen2, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_metrics_are_the_stock_ones(name: str) -> None:
+    kind, make, options = CASES[name]
+    stock, ours = train(kind, None, make, **options), train(kind, BUDGET, make, **options)
+    assert gradient_difference(ours, stock) <= 1e-5
+    assert metric_difference(ours, stock)[0] <= 1e-5
+    assert ours.slots < 0.6 * stock.slots
+    stats = ours.trainer.padding_stats
+    passes = 2 if kind in ("dpo", "kto") else 1  # the reference model runs in chunks too
+    assert stats.slots == passes * ours.slots
+    assert stats.batches == 5
+    assert "padmin/waste" in ours.logs[0]
+    assert ours.largest <= 128 < stock.largest
+
+
+def test_a_part_of_a_pair_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: hidden states of rows in another order."""
+    from lightning_padmin.sequence import MicroBatches
+
+    stock = train("dpo", None, qwen2)
+    original = MicroBatches.restore_rows
+    monkeypatch.setattr(MicroBatches, "restore_rows", lambda self, parts: original(self, parts).roll(1, 0))
+    assert gradient_difference(train("dpo", BUDGET, qwen2), stock) > 0.1
+
+
+def test_evaluation_and_switched_off() -> None:
+    stock, off = train("sft", None, qwen2), train("sft", PadMinConfig(enabled=False), qwen2)
+    assert all(torch.equal(a, b) for a, b in zip(stock.gradients, off.gradients, strict=True))
+    assert off.slots == stock.slots
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "options", "told"),
+    [
+        ("dpo", {"mode": "split"}, {}, r"mode='split': .* needs its whole batch"),
+        ("sft", {}, {"packing": True}, "packing=True leaves no padding to remove"),
+        ("sft", {}, {"padding_free": True, "max_length": None}, "padding_free=True leaves no padding to remove"),
+    ],
+)
+def test_what_is_refused(kind: str, config: dict[str, Any], options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        train(kind, PadMinConfig(**config), qwen2, **options)

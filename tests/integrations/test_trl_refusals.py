@@ -1,0 +1,97 @@
+"""What the mixin refuses, with the words it does so."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+import transformers
+import trl
+import trl_cases as cases
+
+from lightning_padmin import PadMinConfig
+from lightning_padmin.errors import ConfigError
+from lightning_padmin.integrations import trl_refusals, trl_stock
+from lightning_padmin.integrations.trl_trainers import PadMinGRPOTrainer, PadMinMixin, PadMinRLOOTrainer
+
+
+def test_other_trainers() -> None:
+    kind = type("Mine", (PadMinMixin, transformers.Trainer), {})
+    with pytest.raises(ConfigError, match="Mine: PadMinMixin supports DPOTrainer, GRPOTrainer, KTOTrainer"):
+        kind(model=None)
+
+
+def test_no_trainer_at_all_and_the_wrong_order() -> None:
+    with pytest.raises(ConfigError, match="PadMinMixin supports DPOTrainer"):
+        type("Mine", (PadMinMixin,), {})()
+    with pytest.raises(TypeError, match="padmin"):  # the mixin comes first, or the trainer does not know the keyword
+        type("Mine", (cases.GRPOTrainer, PadMinMixin), {})(model=None, padmin=PadMinConfig())
+
+
+def test_ready_made_classes() -> None:
+    for kind in (PadMinGRPOTrainer, PadMinRLOOTrainer):
+        trl_refusals.refuse_class(kind)
+
+
+def test_configuration_of_another_type() -> None:
+    with pytest.raises(ConfigError, match="expected a PadMinConfig"):
+        PadMinGRPOTrainer(model=None, padmin={"token_budget": 5})
+
+
+def test_another_algorithm() -> None:
+    with pytest.raises(ConfigError, match=r"normalize='global': .* the trainer's own"):
+        cases.build(cases.OURS, {}, cases.padmin(normalize="global"))
+
+
+def test_a_changed_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(self: Any, model: Any, tokens: Any) -> None: ...
+
+    monkeypatch.setattr(cases.GRPOTrainer, trl_stock.LOG_PROBS, changed)
+    words = rf"trl {trl.__version__}: GRPOTrainer\.{trl_stock.LOG_PROBS} takes .*'tokens'.*checked with 1\.16\.0"
+    with pytest.raises(ConfigError, match=words):
+        PadMinGRPOTrainer(model=None)
+    monkeypatch.setattr(cases.GRPOTrainer, trl_stock.LOG_PROBS, None)
+    monkeypatch.delattr(cases.GRPOTrainer, trl_stock.LOG_PROBS)
+    with pytest.raises(ConfigError, match=rf"GRPOTrainer\.{trl_stock.LOG_PROBS} is gone"):
+        PadMinGRPOTrainer(model=None)
+
+
+def test_an_old_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl, "__version__", "1.3.9")
+    with pytest.raises(ConfigError, match=r"trl 1\.3\.9: PadMinMixin needs trl>=1\.4"):
+        PadMinGRPOTrainer(model=None)
+
+
+def test_a_missing_attribute() -> None:
+    with pytest.raises(ConfigError, match=r"SimpleNamespace\._buffered_inputs is gone"):
+        trl_stock.check_attributes(SimpleNamespace())
+
+
+def trainer(**changes: Any) -> Any:
+    """What `refuse_trainer` looks at."""
+    accelerator = {"parallelism_config": None, "distributed_type": SimpleNamespace(value="NO")}
+    parts = {"args": {"n_gpu": 1, "use_liger_kernel": False}, "accelerator": accelerator, "model": {}}
+    spaces = {name: SimpleNamespace(**(values | changes.get(name, {}))) for name, values in parts.items()}
+    return SimpleNamespace(**spaces, _buffered_inputs=None, _step=0, _metrics={})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"args": {"n_gpu": 2}}, "n_gpu=2: DataParallel .* one process per device"),
+        ({"args": {"use_liger_kernel": True}}, "use_liger_kernel=True: .* Set it to False"),
+        ({"accelerator": {"parallelism_config": SimpleNamespace(cp_enabled=True)}}, "context and sequence parallelism"),
+        ({"accelerator": {"parallelism_config": SimpleNamespace(sp_enabled=True)}}, "context and sequence parallelism"),
+        ({"accelerator": {"distributed_type": SimpleNamespace(value="DEEPSPEED")}}, "DeepSpeed: .* Use DDP or FSDP"),
+        ({"accelerator": {"distributed_type": SimpleNamespace(value="XLA")}}, "distributed_type=XLA"),
+        ({"model": {"peft_config": {"default": SimpleNamespace(is_prompt_learning=True)}}}, "virtual tokens"),
+    ],
+)
+def test_arguments(changes: dict[str, Any], words: str) -> None:
+    trl_refusals.refuse_trainer(trainer())
+    with pytest.raises(ConfigError, match=words):
+        trl_refusals.refuse_trainer(trainer(**changes))
