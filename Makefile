@@ -30,7 +30,7 @@ quickstart: $(VENV)/.quickstart-ready  ## train a small language model with and 
 	$(RUN) examples/quickstart.py $(ARGS)
 
 test: $(VENV)/.test-ready  ## run the tests, without those marked slow
-	$(RUN) -m pytest -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev-ready  ## check style and types
 	$(RUN) -m ruff check .

@@ -254,7 +254,7 @@ class MicroBatcher:
         key = message.translate(str.maketrans("", "", "0123456789"))
         if key not in self._said:
             self._said.add(key)
-            warnings.warn(message, PadMinWarning, stacklevel=5)
+            warnings.warn(message, PadMinWarning, stacklevel=6)
 
 
 def _code(error: Exception | None) -> int:
