@@ -8,17 +8,22 @@ the backbone (the head, log-probs, the balance loss of experts) is the trainer's
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
-from lightning_padmin.errors import ConfigError
+from lightning_padmin.errors import ConfigError, GradientCheckError
 from lightning_padmin.guards import ArchitectureError, inspect_model, with_scan_chunk
+from lightning_padmin.integrations import trl_stock
+from lightning_padmin.isolation import ModuleState, without_dropout
 from lightning_padmin.model_proxy import chunked
+from lightning_padmin.sketch import difference, scales, sizes, sketched_gradients
 from lightning_padmin.stats import PaddingStats
 
 _SHARDED = ("FSDP", "DEEPSPEED")
@@ -49,6 +54,7 @@ class OfflineEngine:
                 raise ArchitectureError(f"{finding.where}: {finding.reason}")
         self._config = with_scan_chunk(replace(config, loss_reduction="row-mean", normalize="rank"), trainer.model)
         self.stats, self._since_log = PaddingStats(), PaddingStats()
+        self._checked = config.check == "off" or self._is_sharded
 
     def reset(self) -> None:
         """Nothing is kept between steps."""
@@ -56,19 +62,58 @@ class OfflineEngine:
     def step_in_place_of(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The stock training step, inside of which the backbones run in chunks."""
 
-        def training_step(*args: Any, **options: Any) -> Any:
+        def training_step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            if not self._checked:
+                self._checked = True
+                self._check(inputs, *args, **options)
             with chunked(backbones(self._trainer), self._config, self._exchange) as calls:
-                result = stock(*args, **options)
+                result = stock(model, inputs, *args, **options)
             self.stats, self._since_log = self.stats + calls.total, self._since_log + calls.total
             return result
 
         return training_step
 
+    def _check(self, inputs: Any, num_items_in_batch: Any = None) -> None:
+        """Gradients of the first batch with and without chunks, before it is trained on; raises on all ranks.
+
+        A loss that reads padding would be another one: padding slots of the backbone's outputs hold zeros.
+        """
+        trainer, module = self._trainer, self._trainer.accelerator.unwrap_model(self._trainer.model)
+        prepared, state = trainer._prepare_inputs(inputs), ModuleState(module)
+
+        def loss() -> Any:
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(module, dict(prepared), num_items_in_batch=num_items_in_batch)
+
+        module.train()
+        sketches = []
+        half = bool({p.dtype for p in module.parameters()} & {torch.float16, torch.bfloat16})
+        for within in (nullcontext(), chunked(backbones(trainer), self._config)):
+            with trl_stock.without_trace(trainer), without_dropout(module) as watch, within:
+                sketches.append(sketched_gradients(loss, module))
+            half = half or watch.saw_half
+            state.clear()
+        state.restore()
+        limit = 0.1 if half else 1e-3
+        value, name = difference(sketches[1], sketches[0], scales(sizes(sketches[0]), limit))
+        bits = int(np.float64(value).view(np.int64))
+        exchange = exchange_all if trainer.accelerator.num_processes > 1 else exchange_alone
+        worst = float(exchange([bits]).view(np.float64).max())
+        if not worst <= limit:
+            raise GradientCheckError(
+                f"first-batch check: gradients with the backbone in chunks differ from the stock ones: relative "
+                f"difference {worst:.2g} (limit {limit:.0e}), on this rank most in {name!r}. The loss, or the model "
+                "behind its backbone, reads padding. Use PadMinConfig(enabled=False)"
+            )
+
+    @property
+    def _is_sharded(self) -> bool:
+        return str(self._trainer.accelerator.distributed_type).rsplit(".", maxsplit=1)[-1] in _SHARDED
+
     @property
     def _exchange(self) -> Exchange:
         """Ranks run equally many chunks only where forward passes are collective."""
-        sharded = str(self._trainer.accelerator.distributed_type).rsplit(".", maxsplit=1)[-1] in _SHARDED
-        return exchange_all if sharded else exchange_alone
+        return exchange_all if self._is_sharded else exchange_alone
 
     def metrics(self) -> dict[str, float | int]:
         """Counts over all ranks since the last time, ratios last. A collective."""

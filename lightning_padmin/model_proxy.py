@@ -104,6 +104,8 @@ class _Proxy:
         own_name = self._config.mask_key if inputs.get(self._config.mask_key) is not None else _MASK
         if inputs.get(own_name) is None:  # nothing says what is padding
             return self._original(**inputs)
+        if inputs.get(_LABELS) is None:  # backbones are passed on what only the head reads
+            inputs.pop("num_items_in_batch", None)
         padded = PaddedForward(self._model, replace(self._config, mask_key=own_name), exchange=self._exchange)
         self._inside = True
         try:
