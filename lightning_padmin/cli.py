@@ -1,4 +1,4 @@
-"""The command line: `padmin verify`."""
+"""The command line: `padmin verify`, `padmin launch`, `padmin env`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_padmin.config import PadMinConfig
+from lightning_padmin.environment import describe
 from lightning_padmin.errors import PadMinError
+from lightning_padmin.launch import launch
 from lightning_padmin.verify import verify_equivalence
 
 _LENGTHS = "5,9,23,12,40,31,7,18"
@@ -31,11 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-        0 if what was asked holds, 1 if not (verify: a difference was found), 2 for input that cannot be used.
+        0 if what was asked holds, 1 if not (verify: a difference was found; env: the configuration cannot be
+        resolved), 2 for input that cannot be used.
     """
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["launch"] and not {"-h", "--help"} & set(words[1:2]):
+        # Not through argparse, which would take some of the launcher's options for its own.
+        options = argparse.Namespace(command="launch", run=_launch, arguments=words[1:])
+    else:
+        options = _parser().parse_args(words)
     try:
-        return _verify(options)
+        return int(options.run(options))
     except (UsageError, PadMinError) as error:
         print(f"padmin {options.command}: {error}", file=sys.stderr)
         return 2
@@ -63,7 +71,34 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
     verify.add_argument("--seed", type=int, default=0)
     verify.add_argument("--json", action="store_true", help="print the report as JSON")
+    verify.set_defaults(run=_verify)
+    commands.add_parser(
+        "launch",
+        help="accelerate launch, for a configuration file with a section padmin_config",
+        usage="padmin launch [argument of accelerate launch ...] SCRIPT [argument ...]",
+        description="Takes the arguments of `accelerate launch`. Options of PadMinConfig stand in the file's section "
+        "padmin_config; PADMIN_* variables override them. Trainers of transformers and TRL need no change; loops use "
+        "PadMin(accelerator).",
+    )
+    env = commands.add_parser(
+        "env",
+        help="versions, devices, the configuration and where it comes from, for bug reports",
+        description="Prints versions, devices, the configuration that holds here, and where it comes from. Exit code "
+        "0, or 1 if the configuration cannot be resolved.",
+    )
+    env.set_defaults(run=_env)
     return parser
+
+
+def _launch(options: argparse.Namespace) -> int:
+    launch(options.arguments)
+    return 0
+
+
+def _env(options: argparse.Namespace) -> int:
+    text, is_resolved = describe()
+    print(text)
+    return 0 if is_resolved else 1
 
 
 def _verify(options: argparse.Namespace) -> int:
