@@ -60,6 +60,7 @@ for _ in range(2):
 if accelerator.is_main_process:
     found = {"world": accelerator.num_processes, "start": start, "passes": len(passes)}
     torch.save(found | {"parameters": flat(model)}, output)
+accelerator.wait_for_everyone()  # a process that leaves early can abort the other's threads
 accelerator.end_training()
 """
 
@@ -95,6 +96,8 @@ trainer.train()
 if trainer.is_world_process_zero():
     found = {"world": arguments.world_size, "start": start, "passes": len(passes), "name": type(trainer).__name__}
     torch.save(found | {"parameters": flat(model)}, sys.argv[1])
+trainer.accelerator.wait_for_everyone()  # a process that leaves early can abort the other's threads
+trainer.accelerator.end_training()
 """
 
 GRPO = """
