@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from lightning_padmin import PadMinConfig
@@ -177,6 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     trainers = {mode: make(mode, options) for mode in ("stock", *options.modes)}
+    for trainer in trainers.values():
+        trainer.remove_callback(PrinterCallback)
     for turn in range(options.repeats + 1):
         for trainer in trainers.values():
             trainer.train()
