@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -136,6 +137,7 @@ class PadMinCallback(pl.Callback):
         self._exchange: Exchange = exchange_alone
         self._restore: Callable[[], None] | None = None
         self._check: FirstBatchCheck | None = None
+        self._checked: weakref.ref[pl.LightningModule] | None = None
         self._loss_tokens: int | None = None
         self._loops, self._told, self._logged = LoopGuard(), set[str](), set[str]()
         self._row_limit: int | None = None
@@ -167,6 +169,8 @@ class PadMinCallback(pl.Callback):
         config = replace(self.config, loss_reduction="row-mean", normalize="rank") if joint else self.config
         self._batcher = self._make_batcher(config, pl_module)
         self._check = FirstBatchCheck(trainer, config, self._exchange, models, corrects=corrects)
+        if self._checked is not None and self._checked() is pl_module:
+            self._check.is_due = False  # an earlier fit of this module has told
         self._restore = lightning_loop.install(
             trainer,
             lambda stock: (
@@ -294,11 +298,20 @@ class PadMinCallback(pl.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Copies are not part of a running fit, and do not drag the module along: Lightning sets its `log` here."""
         own = {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
-        return own | {"_restore": None, "_batcher": None, "_check": None, "_trainer": None, "_loops": LoopGuard()}
+        return own | {
+            "_restore": None,
+            "_batcher": None,
+            "_check": None,
+            "_checked": None,
+            "_trainer": None,
+            "_loops": LoopGuard(),
+        }
 
     def _remove(self) -> None:
         if self._restore is not None:
             self._restore()
+        if self._check is not None and self._check.has_passed:
+            self._checked = weakref.ref(self._check.module)
         self._loops.discard()
         self._since_log = PaddingStats()
         self._restore = self._batcher = self._check = self._trainer = None

@@ -48,6 +48,7 @@ class FirstBatchCheck:
         self._told, self._batches, self._without_gradient = False, 0, 0
         self._said: set[str] = set()
         self.is_due = config.check == "first-batch"
+        self.has_passed, self.module = False, trainer.lightning_module
 
     def __call__(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
         """Checks one batch; on all ranks or on none.
@@ -76,6 +77,7 @@ class FirstBatchCheck:
                 is_sharded=is_sharded(self._trainer),
             )
         self.is_due = self._batches < _MOST_BATCHES and not (outcome is not None and outcome.final)
+        self.has_passed = outcome is not None and outcome.told and outcome.final
         if outcome is None:
             if not self.is_due and not self._told:
                 _say(f"none of the first {self._batches} batches has two rows that carry loss: not checked", False)

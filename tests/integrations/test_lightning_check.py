@@ -375,3 +375,20 @@ def test_experts_in_half_precision_are_warned_of(experts: int) -> None:
             fit(Experts(), batches, padmin(loss_reduction="row-mean"), precision="bf16-mixed")
     with pytest.raises(GradientCheckError):
         fit(Experts(), batches, padmin(loss_reduction="row-mean"))
+
+
+def test_a_module_is_checked_once_by_one_callback() -> None:
+    calls = [0]
+
+    class Counts(Module):
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            calls[0] += 1
+            return super().loss(batch)
+
+    callback, module = padmin(), Counts()
+    seen = []
+    for each in (module, module, Counts()):
+        calls[0] = 0
+        fit(each, ragged_batches(1), callback)
+        seen.append(calls[0])
+    assert seen == [3 + 5, 5, 3 + 5]
