@@ -12,6 +12,7 @@ import pytest
 import support
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from lightning_utilities.core import rank_zero
 from support import LENGTHS, Module, fit, make_batch, padmin, ragged_batches, token_losses
 from torch import Tensor, nn
 from transformers import (
@@ -49,7 +50,8 @@ def told(module: Module, batches: list[Any] | None = None, **options: Any) -> st
             records.append(record.getMessage())
 
     trainer_options = options.pop("trainer", {})
-    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Keeps()
+    # Not by its name: importing pytorch_lightning as well replaces the logger that both packages share.
+    logger, handler = rank_zero.log, Keeps()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -16,6 +16,7 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceXLAStrategy, XLAStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core import rank_zero
 from support import LENGTHS, Module, loader, make_batch, padmin, quiet_trainer, ragged_batches
 from torch import Tensor, nn
 
@@ -248,7 +249,9 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, old: bool) -> N
     return refused(MisconfigurationException, match, Module(), loader(ragged_batches(1)), padmin())
 
 
-def test_the_other_package_of_lightning() -> None:
+def test_the_other_package_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Importing it replaces the logger that both packages share; put back, so that no later test depends on the order.
+    monkeypatch.setattr(rank_zero, "log", rank_zero.log)
     other = pytest.importorskip("pytorch_lightning")
 
     class Plain(other.LightningModule):
