@@ -28,8 +28,9 @@ import numpy as np
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from lightning_padmin.config import PadMinConfig, as_config
+from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
+from lightning_padmin.environment import resolve_for_class
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
 from lightning_padmin.gradient_check import check_gradients
 from lightning_padmin.guards import (
@@ -63,6 +64,8 @@ class _Share(dict[str, Any]):
 class PadMinTrainerMixin:
     """Put before `Trainer`; takes the keyword `padmin`, a `PadMinConfig`.
 
+    Without it: `PADMIN_*` variables, then the file of `accelerate launch`, then the defaults.
+
     Gradients, optimizer steps, the logged loss and evaluation are those of the Trainer without it.
 
     Attributes:
@@ -75,7 +78,7 @@ class PadMinTrainerMixin:
     """
 
     def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
-        self._padmin = as_config(padmin)
+        self._padmin = resolve_for_class(padmin)
         self._padmin_weight: float | None = None
         self._padmin_told = self._padmin.check == "off"
         self._padmin_checked = 0

@@ -28,7 +28,8 @@ except ImportError as error:
 
 from torch import Tensor
 
-from lightning_padmin.config import PadMinConfig, as_config
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.environment import resolve_for_class
 from lightning_padmin.integrations.trl_engine import Engine
 from lightning_padmin.integrations.trl_offline import OfflineEngine
 from lightning_padmin.integrations.trl_refusals import is_offline, refuse_class
@@ -37,6 +38,8 @@ from lightning_padmin.stats import PaddingStats
 
 class PadMinMixin:
     """Put before a trainer of TRL; takes the keyword `padmin`, a `PadMinConfig`.
+
+    Without it: `PADMIN_*` variables, then the file of `accelerate launch`, then the defaults.
 
     Gradients, optimizer steps and logged metrics are those of the trainer without it.
 
@@ -48,7 +51,7 @@ class PadMinMixin:
     _padmin: Engine | OfflineEngine | None = None  # while the stock constructor runs, and with enabled=False
 
     def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
-        config = as_config(padmin)
+        config = resolve_for_class(padmin)
         if config.enabled:
             refuse_class(type(self))
         super().__init__(*args, **options)

@@ -12,6 +12,7 @@ The path of a batch, one module per step:
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_padmin.arguments import PadMinArguments
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import PadMinError, PadMinWarning
 from lightning_padmin.microbatch import (
@@ -38,6 +39,7 @@ __all__ = [
     "MicroBatch",
     "MicroBatcher",
     "MicroBatches",
+    "PadMinArguments",
     "PadMinCallback",
     "PadMinConfig",
     "PadMinError",

@@ -56,12 +56,39 @@ class Resolved:
         return f"padmin: on, token_budget={self.config.token_budget} ({self.source})"
 
 
-def resolve(config: PadMinConfig | None = None, environment: Mapping[str, str] | None = None) -> Resolved:
+NOT_ASKED_FOR = Resolved(PadMinConfig(enabled=False), "no explicit argument, no PADMIN_* variable")
+# ... and for a class that removes padding, whose name stands in the user's code.
+BY_ITS_CLASS = Resolved(PadMinConfig(), "the class that asks for it; no explicit argument, no PADMIN_* variable")
+
+
+def resolve_for_class(config: PadMinConfig | None) -> PadMinConfig:
+    """The configuration of an object whose class is made to remove padding: on, unless something switches it off.
+
+    Where it is found elsewhere than in the code, its source is printed once.
+
+    Raises:
+        ConfigError: as `resolve`.
+    """
+    resolved = resolve(config, otherwise=BY_ITS_CLASS)
+    if config is None and not resolved.source.startswith(BY_ITS_CLASS.source):
+        say_once(resolved, is_main_process())
+    return resolved.config
+
+
+def resolve(
+    config: PadMinConfig | None = None,
+    environment: Mapping[str, str] | None = None,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    otherwise: Resolved = NOT_ASKED_FOR,
+) -> Resolved:
     """The configuration that holds here.
 
     Args:
         config: what the code says; wins over everything else.
         environment: default: `os.environ`.
+        arguments: options of a command line, each of which wins over its variable.
+        otherwise: what holds where nothing is said; for classes whose use in the code says that it is wanted.
 
     Raises:
         ConfigError: an unknown `PADMIN_*` name or a value that cannot be read, an unknown key of the file; the message
@@ -74,13 +101,15 @@ def resolve(config: PadMinConfig | None = None, environment: Mapping[str, str] |
     launched = _launched(environment)
     file = _find_file(environment, look_for_launcher=launched is None)
     section = {} if file is None else read_section(file)
-    if not variables and not section:
+    given = dict(arguments or {})
+    if not variables and not section and not given:
         looked_at = "" if file is None else f"; no padmin section in {file}"
-        return Resolved(PadMinConfig(enabled=False), "no explicit argument, no PADMIN_* variable" + looked_at)
-    sources = _variable_sources(variables, launched)
-    if set(section) - set(variables):
+        return Resolved(otherwise.config, otherwise.source + looked_at)
+    sources = [f"argument {', '.join(f'padmin_{name}' for name in given)}"] if given else []
+    sources += _variable_sources({name: value for name, value in variables.items() if name not in given}, launched)
+    if set(section) - set(variables) - set(given):
         sources.append(f"dynamo_config.padmin in {file}")
-    return Resolved(make_config({**section, **variables}, ", ".join(sources)), ", then ".join(sources))
+    return Resolved(make_config({**section, **variables, **given}, ", ".join(sources)), ", then ".join(sources))
 
 
 def say_once(resolved: Resolved, is_main_process: bool) -> None:
@@ -122,13 +151,17 @@ def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
             raise ConfigError(
                 f"{variable}={environment[variable]!r}: there is no such variable; the nearest is {near[0]}"
             )
-        options[known[variable]] = _parse(known[variable], environment[variable])
+        options[known[variable]] = parse_option(known[variable], environment[variable], variable)
     return options
 
 
-def _parse(name: str, text: str) -> Any:
-    """The value of one option; what is wrong with it is told with the name of the variable."""
-    variable, text = PREFIX + name.upper(), text.strip()
+def parse_option(name: str, text: str, variable: str) -> Any:
+    """The value of one option from its text.
+
+    Raises:
+        ConfigError: it is none of its kind; told with the name of the variable.
+    """
+    text = text.strip()
     if name == "enabled":
         if text.lower() not in _BOOLEANS:
             raise ConfigError(f"{variable}={text!r}: expected true or false")
