@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -79,7 +80,13 @@ def skewed(source: random.Random, most: int, long_share: float) -> int:
 
 
 def flat(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
+    """All parameters; of FSDP1, this rank's shards of them."""
+    return torch.cat([whole(parameter).double().flatten() for parameter in model.parameters()])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Of a tensor that FSDP2 has sharded, all of it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 class Scripted:
@@ -124,7 +131,7 @@ class Recorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
-        self.record.gradients.append(torch.cat([grad.detach().double().flatten() for grad in grads]))
+        self.record.gradients.append(torch.cat([whole(grad).double().flatten() for grad in grads]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.record.logs.append({key: value for key, value in logs.items() if isinstance(value, int | float)})

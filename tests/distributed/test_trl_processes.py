@@ -1,7 +1,8 @@
-"""GRPO with the mixin under DDP: two real gloo processes, uneven work, against the same training without the mixin."""
+"""GRPO with the mixin: two real gloo processes, uneven work, against the same training without the mixin."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ SCENARIOS = {
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     output = tmp_path_factory.mktemp("trl") / "result.out"
-    return processes.results(WORKER, output, *SCENARIOS, "equal_weights", "one_rank_refuses", timeout=240)
+    return processes.results(WORKER, output, "ddp", *SCENARIOS, "equal_weights", "one_rank_refuses", timeout=240)
 
 
 def record(values: dict[str, Any]) -> cases.Record:
@@ -82,3 +83,49 @@ def test_all_ranks_refuse_what_one_refuses(ranks: Ranks) -> None:
     first, second = (rank["one_rank_refuses"] for rank in ranks)
     assert first.startswith("ArchitectureError: a row takes")
     assert second.startswith("PeerError: rank 0 refused its batch (ArchitectureError)")
+
+
+# FSDP, through an Accelerate that is told that it is on devices.
+
+SHARDED = {"dapo": SCENARIOS["dapo"], "truncated": ("split", "replay"), "couples_on_one_rank": ("auto",)}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
+    done: dict[str, Ranks] = {}
+
+    def run(kind: str) -> Ranks:
+        if kind not in done:
+            output = tmp_path_factory.mktemp(kind) / "result.out"
+            names = (*SHARDED, "equal_weights", "one_rank_refuses")
+            done[kind] = processes.results(WORKER, output, kind, *names, timeout=280)
+        return done[kind]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, modes in SHARDED.items() for mode in modes])
+def test_fsdp(sharded: Callable[[str], Ranks], kind: str, name: str, mode: str) -> None:
+    """Gradients and parameters whole under FSDP2; under FSDP1 this rank's shards."""
+    ranks = sharded(kind)
+    for rank in ranks:
+        assert rank[name][mode]["kind"] == "FSDP"
+        found, wanted = record(rank[name][mode]), record(rank[name]["stock"])
+        assert cases.gradient_difference(found, wanted) <= 1e-5
+        assert torch.allclose(found.parameters, wanted.parameters, rtol=0, atol=1e-6)
+    worst, metric = cases.metric_difference(record(ranks[0][name][mode]), record(ranks[0][name]["stock"]))
+    assert worst <= 1e-5, metric
+    counts = [rank[name][mode]["stats"]["micro_batches"] for rank in ranks]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
+def test_fsdp_control_and_refusal(sharded: Callable[[str], Ranks], kind: str) -> None:
+    first, second = sharded(kind)
+    values = first["equal_weights"]
+    assert cases.gradient_difference(record(values["split"]), record(values["stock"])) > 0.1
+    assert first["one_rank_refuses"].startswith("ArchitectureError: a row takes")
+    assert second["one_rank_refuses"].startswith("PeerError: rank 0 refused its batch (ArchitectureError)")

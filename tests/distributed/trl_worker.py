@@ -1,6 +1,6 @@
-"""One rank of the scenarios in test_trl_processes.py: `python trl_worker.py RESULT_FILE SCENARIO ...`.
+"""One rank of the scenarios in test_trl_processes.py: `python trl_worker.py RESULT_FILE KIND SCENARIO ...`.
 
-Rank from LOCAL_RANK. Each scenario trains with GRPO under DDP with gloo and returns what the test compares.
+Rank from LOCAL_RANK. Each scenario trains with GRPO under DDP or FSDP with gloo and returns what the test compares.
 """
 
 from __future__ import annotations
@@ -15,16 +15,24 @@ from typing import Any
 # Where transformers looks for its place among the processes, as soon as it is imported.
 os.environ["RANK"] = os.environ["LOCAL_RANK"]
 os.environ["WORLD_SIZE"] = "2"
-os.environ["ACCELERATE_USE_CPU"] = "true"
+os.environ["ACCELERATE_USE_CPU"] = "true" if sys.argv[2] == "ddp" else "false"
+os.environ["ACCELERATE_USE_FSDP"] = "false" if sys.argv[2] == "ddp" else "true"
+os.environ["FSDP_VERSION"] = sys.argv[2][-1]
+os.environ["FSDP_AUTO_WRAP_POLICY"] = "NO_WRAP"
+os.environ["FSDP_USE_ORIG_PARAMS"] = "true"
+os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
 import trl_cases as cases
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 
 from lightning_padmin import PadMinWarning
 from lightning_padmin.integrations import trl_passes
 
+KIND = sys.argv[2]  # ddp, fsdp1, fsdp2
 RANK = int(os.environ["LOCAL_RANK"])
 OPTIONS = {
     "num_iterations": 2,
@@ -34,6 +42,7 @@ OPTIONS = {
     "ddp_timeout": 60,
     "steps_per_generation": 2,
     "gradient_accumulation_steps": 2,
+    "use_cpu": KIND == "ddp",
 }
 
 
@@ -144,7 +153,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     output = Path(sys.argv[1])
-    results = {name: globals()[name]() for name in sys.argv[2:]}
+    if KIND != "ddp":
+        # Accelerate knows FSDP on devices only; all it needs of them is a backend and a name.
+        PartialState._prepare_backend = lambda *args, **options: ("gloo", DistributedType.MULTI_GPU)
+        PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    results = {name: globals()[name]() for name in sys.argv[3:]}
     torch.save(results, output.with_suffix(f".rank{RANK}.pt"))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
