@@ -31,6 +31,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.algorithms import Join
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_padmin import MicroBatcher, PadMinConfig
@@ -44,7 +45,7 @@ CONFIG = PadMinConfig(token_budget=24, launch_cost=4)
 OFF = PadMinConfig(enabled=False)
 BATCHES = 5  # with windows of two, the last one of an epoch has one batch
 # What accelerator.distributed_type must be.
-TYPES = {"one": "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP"}
+TYPES = {"one": "NO", "ddp": "MULTI_CPU", "fsdp1": "FSDP", "fsdp2": "FSDP"}
 TYPES |= {f"zero{stage}": "DEEPSPEED" for stage in range(4)}
 Record = dict[str, Any]
 
@@ -71,15 +72,16 @@ def batches() -> list[dict[str, Tensor]]:
 
 def accelerator_of(window: int) -> Accelerator:
     options: dict[str, Any] = {"gradient_accumulation_steps": window}
-    if KIND == "fsdp2":
+    if KIND.startswith("fsdp"):
+        own: dict[str, Any] = {"use_orig_params": True} if KIND == "fsdp1" else {"reshard_after_forward": True}
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True
+            fsdp_version=int(KIND[-1]), auto_wrap_policy="no_wrap", **own
         )
     if KIND.startswith("zero"):
         options["deepspeed_plugin"] = deepspeed_plugin(int(KIND[-1]), window)
     AcceleratorState._reset_state(False)
     GradientState._reset_state()
-    if KIND == "fsdp2" and PartialState._shared_state:
+    if KIND.startswith("fsdp") and PartialState._shared_state:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # as it was before the first one
     made = Accelerator(cpu=KIND == "one", **options)
     assert made.num_processes == WORLD
@@ -105,7 +107,8 @@ def deepspeed_plugin(stage: int, window: int) -> Any:
 def train(config: PadMinConfig | None, window: int = 1, clip: bool = False, accumulate: bool = True) -> Record:
     """Two epochs of SGD with momentum and a schedule; `config=None` is the loop without this library."""
     accelerator = accelerator_of(window)
-    model: Any = Model() if KIND.startswith("zero") else Model().double()
+    # FSDP1 clips by a norm in float32, and refuses gradients that are not.
+    model: Any = Model() if KIND.startswith(("zero", "fsdp1")) else Model().double()
     own = model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
@@ -131,7 +134,8 @@ def train(config: PadMinConfig | None, window: int = 1, clip: bool = False, accu
                 record["rates"].append(scheduler.get_last_lr()[0])
                 optimizer.zero_grad()
     unwrapped = accelerator.unwrap_model(model)
-    record["parameters"] = parameters(unwrapped)
+    with FullyShardedDataParallel.summon_full_params(model) if KIND == "fsdp1" else nothing():
+        record["parameters"] = parameters(unwrapped)
     record["passes"] = len(unwrapped.passes)
     record["stats"] = None if pad is None else pad.stats.state_dict()
     record["engine_steps"] = getattr(model, "global_steps", None)
@@ -330,7 +334,7 @@ def deepspeed_control() -> Any:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     output, scenarios = Path(sys.argv[1]), sys.argv[3:]
-    if KIND == "fsdp2" or KIND.startswith("zero"):
+    if KIND.startswith(("fsdp", "zero")):
         # Accelerate knows these on devices only; all it needs of them is a backend and a name.
         PartialState._prepare_backend = lambda *args, **options: ("gloo", DistributedType.MULTI_GPU)
     results = {name: globals()[name]() for name in scenarios}

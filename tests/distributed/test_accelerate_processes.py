@@ -29,13 +29,18 @@ SCENARIOS = {
         "evaluation",
     ],
     "fsdp2": [*EQUAL, "equal_weights", "malformed"],
+    "fsdp1": [*EQUAL, "equal_weights", "malformed"],
     "zero0": EQUAL,
     "zero1": [*EQUAL, "deepspeed_control"],
     "zero2": [*EQUAL, "equal_weights", "deepspeed_control", "malformed"],
     "zero3": EQUAL,
 }
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-MARKS = {"fsdp2": [pytest.mark.slow], **{f"zero{k}": [needs_deepspeed, pytest.mark.slow] for k in range(4)}}
+MARKS = {
+    "fsdp1": [pytest.mark.slow],
+    "fsdp2": [pytest.mark.slow],
+    **{f"zero{k}": [needs_deepspeed, pytest.mark.slow] for k in range(4)},
+}
 Get = Callable[[str], Ranks]
 
 
@@ -69,7 +74,11 @@ def moved(result: dict[str, Any], name: str) -> float:
 
 
 def bound(kind: str) -> float:
-    return 1e-5 if kind.startswith("zero") else 1e-12  # float32 and float64
+    return 1e-5 if in_float32(kind) else 1e-12
+
+
+def in_float32(kind: str) -> bool:
+    return kind.startswith(("zero", "fsdp1"))
 
 
 @pytest.mark.parametrize(
@@ -82,8 +91,8 @@ def test_training_is_that_of_the_plain_loop(ranks_of: Get, kind: str, scenario: 
         result = rank[scenario]
         plain, split = result["plain"], result["split"]
         assert moved(result, "split") <= bound(kind)
-        assert split["losses"] == pytest.approx(plain["losses"], rel=1e-5 if kind.startswith("zero") else 1e-12)
-        assert split["clipped"] == pytest.approx(plain["clipped"], rel=1e-4 if kind.startswith("zero") else 1e-12)
+        assert split["losses"] == pytest.approx(plain["losses"], rel=1e-5 if in_float32(kind) else 1e-12)
+        assert split["clipped"] == pytest.approx(plain["clipped"], rel=1e-4 if in_float32(kind) else 1e-12)
         assert split["rates"] == plain["rates"]
         assert (plain["passes"], split["passes"]) == (10, 50)
         # Two epochs of five batches: windows of two are three per epoch, the last one ragged.
@@ -96,7 +105,7 @@ def test_training_is_that_of_the_plain_loop(ranks_of: Get, kind: str, scenario: 
         assert torch.equal(*(rank[scenario]["split"]["parameters"] for rank in ranks))
 
 
-@pytest.mark.parametrize("kind", ["one", "ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["one", "ddp", *(pytest.param(f"fsdp{k}", marks=pytest.mark.slow) for k in (1, 2))])
 def test_clipping_clips(ranks_of: Get, kind: str) -> None:
     clipped, free = (ranks_of(kind)[0][name]["plain"] for name in ("clipped", "accumulated"))
     assert min(clipped["clipped"]) > 0.05

@@ -101,7 +101,7 @@ trainer.accelerator.end_training()
 """
 
 GRPO = """
-import sys
+import os, sys
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -132,15 +132,21 @@ texts = [" ".join(f"w{3 + (i + j) % 37}" for j in range(2 + i % 13)) for i in ra
 prompts = Dataset.from_dict({"prompt": texts})
 arguments = GRPOConfig(sys.argv[1] + ".d", per_device_train_batch_size=4, gradient_accumulation_steps=2,
                        num_generations=4, max_completion_length=24, max_steps=3, learning_rate=1e-2, optim="sgd",
-                       report_to=[], save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True, seed=3)
+                       report_to=[], save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True, seed=3, beta=0.0,
+                       ddp_backend="gloo" if "WORLD_SIZE" in os.environ else None)
 reward = lambda completions, **_: [float(sum(map(ord, text)) % 7) - 3 for text in completions]
 trainer = GRPOTrainer(model=model, reward_funcs=reward, args=arguments, train_dataset=prompts,
                       processing_class=tokenizer)
 trainer.train()
-torch.save({"world": 1, "start": start, "passes": sum(shapes), "parameters": flat(trainer.model)}, sys.argv[1])
+if trainer.is_world_process_zero():
+    found = {"world": arguments.world_size, "start": start, "passes": sum(shapes)}
+    torch.save(found | {"parameters": flat(model)}, sys.argv[1])
+trainer.accelerator.wait_for_everyone()  # a process that leaves early can abort the other's threads
+trainer.accelerator.end_training()
 """
 
-SCRIPTS = {"loop": LOOP, "trainer": TRAINER, "grpo": GRPO}
+RLOO = GRPO.replace("GRPO", "RLOO")
+SCRIPTS = {"loop": LOOP, "trainer": TRAINER, "grpo": GRPO, "rloo": RLOO}
 LAUNCHERS = {
     "accelerate": [sys.executable, "-m", "accelerate.commands.launch"],
     "padmin": [sys.executable, "-m", "lightning_padmin.cli", "launch"],
@@ -352,9 +358,12 @@ def test_an_unedited_trainer_script_off(plain: Plain, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_unedited_grpo_script(plain: Plain, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("script", ["grpo", "rloo"])
+def test_an_unedited_script_of_trl(plain: Plain, tmp_path: Path, script: str, world: int) -> None:
     pytest.importorskip("trl")
-    on, reference = run(tmp_path, "grpo", launcher="padmin", top=ON | {"token_budget": 64}), plain("grpo", 1)
+    on = run(tmp_path, script, world=world, launcher="padmin", top=ON | {"token_budget": 64})
+    reference = plain(script, world)
     assert moved(on, reference) <= 1e-5
     assert on["passes"] < reference["passes"]  # slots, here
 
