@@ -19,6 +19,7 @@ _MOST_PARTS = 16
 # While a chunk runs, rows that have not run yet hold other values than theirs. A loss couples rows if that matters to
 # the gradient of the chunk's rows; where the others had their own values, every differentiable loss would pass.
 _ELSEWHERE = (1.25, 0.75)  # log-probs stay negative, entropies positive
+_ON_PADDING = (-0.7, 0.4)
 
 
 class Verdict(IntEnum):
@@ -60,7 +61,7 @@ def _verdict(trainer: Any, model: Any, passes: Passes, need_rows: bool) -> tuple
     scale = max(_largest(each) for whole in wholes for each in whole if each is not None)
     if not 0 < scale < float("inf"):
         return Verdict.CANNOT_TELL, 0.0
-    padding = max(_on_padding(entry, whole) for entry, whole in zip(entries, wholes, strict=True))
+    padding = max(_of_padding(trainer, passes, entry, whole) for entry, whole in zip(entries, wholes, strict=True))
     if padding > _TOLERANCE * scale:
         return Verdict.READS_PADDING, padding / scale
     if not need_rows:
@@ -87,10 +88,22 @@ def _calls_of(trainer: Any, model: Any) -> Iterator[list[None]]:
         hook.remove()
 
 
-def _on_padding(entry: Entry, whole: Sequence[Tensor | None]) -> float:
-    """The largest gradient where the completion has no token."""
+def _of_padding(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None]) -> float:
+    """How far gradients change with what stands where completions have no tokens; the largest one there included.
+
+    Not where zeros stand there, in the policy's log-probs and in those of the reference model: a divergence between
+    two equal values has no gradient.
+    """
     padding = entry.inputs["completion_mask"] == 0
-    return max(_largest(each * padding) for each in whole if each is not None)
+    leaves = leaves_of(entry.buffers)
+    filled = [
+        None if leaf is None else torch.where(padding.to(leaf.device), leaf + value, leaf)
+        for leaf, value in zip(leaves, _ON_PADDING, strict=False)
+    ]
+    with torch.enable_grad(), trl_stock.without_trace(trainer):
+        loss, _ = passes.stock_loss(entry.inputs, filled)
+    found = gradients_of(loss, leaves)
+    return max(_largest(f - w) for f, w in zip(found, whole, strict=True) if f is not None and w is not None)
 
 
 def _difference(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None]) -> float:

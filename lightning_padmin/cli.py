@@ -1,4 +1,4 @@
-"""The command line: `padmin verify`, `padmin launch`, `padmin env`."""
+"""The command line: `padmin diagnose`, `padmin verify`, `padmin launch`, `padmin env`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_padmin.config import PadMinConfig
+from lightning_padmin.diagnose.command import add_parser
 from lightning_padmin.environment import describe
 from lightning_padmin.errors import PadMinError
 from lightning_padmin.launch import launch
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="padmin", description="Padding removed before tensors reach the model.")
     commands = parser.add_subparsers(dest="command", required=True)
+    add_parser(commands)
     verify = commands.add_parser(
         "verify",
         help="check on a model that splitting changes nothing",
