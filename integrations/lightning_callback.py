@@ -57,6 +57,7 @@ from lightning_padmin.integrations.deepspeed_boundary import find_engine
 from lightning_padmin.integrations.lightning_check import FirstBatchCheck
 from lightning_padmin.integrations.lightning_loop import JointOptimization, SplitOptimization
 from lightning_padmin.loops import LoopGuard
+from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatch, MicroBatcher, MicroBatches
 from lightning_padmin.model_proxy import chunked, transformers_models
 from lightning_padmin.schema import Field
@@ -176,7 +177,9 @@ class PadMinCallback(pl.Callback):
             lambda stock: (
                 JointOptimization(stock, self._read, lambda: self._chunked(models))
                 if joint
-                else SplitOptimization(stock, self._prepare, self._progress, dict(self.config.log_reduce), self._logged)
+                else SplitOptimization(
+                    stock, self._prepare, self._progress, dict(self.config.log_reduce), self._logged, self._guard
+                )
             ),
         )
 
@@ -275,6 +278,8 @@ class PadMinCallback(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the Trainer as it was."""
+        if isinstance(exception, OutOfMemoryError):
+            pl_module.zero_grad(set_to_none=True)  # of a part of a batch
         self._remove()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -324,6 +329,11 @@ class PadMinCallback(pl.Callback):
             self._check(kwargs, micro_batches.schema, micro_batches.table)
         self._count(micro_batches.stats)
         return micro_batches
+
+    def _guard(self, micro_batches: MicroBatches) -> MemoryGuard:
+        assert self._trainer is not None
+        tells = lightning_loop.has_passes_of_its_own(self._trainer)
+        return MemoryGuard(micro_batches, self._exchange if tells else exchange_alone, self._trainer.global_rank)
 
     def _make_batcher(self, config: PadMinConfig, module: pl.LightningModule) -> MicroBatcher:
         check = None if module.automatic_optimization else self._loops.refuse_unfinished

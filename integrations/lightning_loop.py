@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops import utilities
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from lightning_padmin.assemble import tensors
 from lightning_padmin.integrations.deepspeed_boundary import accumulation_boundary, find_engine
 from lightning_padmin.integrations.lightning_merge import LogRecorder, MetricGuard, merge_outputs
+from lightning_padmin.memory import MemoryGuard
 from lightning_padmin.microbatch import MicroBatches
 
 OLDEST = (2, 5, 2)
@@ -78,10 +79,11 @@ class SplitOptimization(_AutomaticOptimization):
         progress: told index and count before each micro-batch.
         log_reduce: how values merge, by logged name.
         logged: filled with the names that training_step has logged.
+        guard: what stands around the passes of a batch, for errors that all ranks should hear of.
     """
 
     # So that the shared __dict__ stays the stock loop's own.
-    __slots__ = ("_log_reduce", "_logged", "_prepare", "_progress")
+    __slots__ = ("_guard", "_log_reduce", "_logged", "_prepare", "_progress")
 
     def __init__(
         self,
@@ -90,17 +92,37 @@ class SplitOptimization(_AutomaticOptimization):
         progress: Progress,
         log_reduce: dict[str, str],
         logged: set[str],
+        guard: Callable[[MicroBatches], MemoryGuard],
     ) -> None:
         object.__setattr__(self, "__dict__", stock.__dict__)
         self._prepare, self._progress, self._log_reduce, self._logged = prepare, progress, log_reduce, logged
+        self._guard = guard
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         micro_batches = self._prepare(kwargs)
         if len(micro_batches) == 1 and micro_batches.weights[0] == 1.0 and micro_batches.table.has_loss:
             self._progress(0, 1)
             whole = OrderedDict(kwargs, batch=micro_batches[0].batch)
-            return super()._make_closure(whole, optimizer, batch_idx)
+            return _guarded(super()._make_closure(whole, optimizer, batch_idx), self._guard(micro_batches))
         return _SplitClosure(self, micro_batches, kwargs, optimizer, batch_idx)
+
+
+def _guarded(closure: Closure, guard: MemoryGuard) -> Closure:
+    """A closure of one pass, with what `_SplitClosure` has around each of its own."""
+    step, whole = closure._step_fn, closure.closure
+
+    def step_fn() -> ClosureResult:
+        result = step()
+        guard.forward_is_done(0)
+        return result
+
+    @functools.wraps(whole)
+    def run(*args: Any, **kwargs: Any) -> ClosureResult:
+        with guard.around(0):
+            return whole(*args, **kwargs)
+
+    closure._step_fn, closure.closure = step_fn, run
+    return closure
 
 
 class JointOptimization(_AutomaticOptimization):
@@ -157,20 +179,22 @@ class _SplitClosure(Closure):
         results = trainer.fit_loop.epoch_loop._results
         recorder = LogRecorder(self._micro_batches, self._loop._log_reduce, trainer.accumulate_grad_batches)
         results.log = torch.compiler.disable(recorder.log)  # type: ignore[no-untyped-call]  # as the original is
+        guard = self._loop._guard(self._micro_batches)
         try:
-            outcomes = [self._run(k, recorder) for k in range(len(self._micro_batches))]
+            outcomes = [self._run(k, recorder, guard) for k in range(len(self._micro_batches))]
         finally:
             del results.log
         recorder.replay(results.log)
         self._loop._logged.update(recorder.names)
         return self._merge(outcomes)
 
-    def _run(self, k: int, recorder: LogRecorder) -> tuple[Tensor, dict[str, Any]] | None:
+    def _run(self, k: int, recorder: LogRecorder, guard: MemoryGuard) -> tuple[Tensor, dict[str, Any]] | None:
         """One micro-batch; returns its weighted, detached loss and the rest of training_step's output."""
         loop, trainer, micro = self._loop, self._loop.trainer, self._micro_batches[k]
         loop._progress(k, micro.count)
         recorder.begin(k)
         with ExitStack() as stack:
+            stack.enter_context(guard.around(k))
             stack.enter_context(synchronised(trainer, micro.is_last))
             if micro.is_dummy:
                 stack.enter_context(MetricGuard(trainer.lightning_module))
@@ -178,6 +202,7 @@ class _SplitClosure(Closure):
             if reduces_in_hooks and not self._micro_batches.table.has_loss:
                 stack.enter_context(_zero_for_undefined_loss(trainer.lightning_module))
             result = loop._training_step(OrderedDict(self._kwargs, batch=micro.batch))
+            guard.forward_is_done(k)
             if k == 0 and self._zero_grad_fn is not None:
                 self._zero_grad_fn()
             if result.closure_loss is None:
@@ -302,6 +327,12 @@ def install(trainer: Trainer, make: Callable[[_AutomaticOptimization], _Automati
             epoch_loop.automatic_optimization = stock
 
     return restore
+
+
+def has_passes_of_its_own(trainer: Trainer) -> bool:
+    """Whether ranks meet in the last pass of a batch only, so that before it they can tell each other of errors."""
+    is_ddp = isinstance(trainer.strategy, DDPStrategy)
+    return is_ddp and not getattr(trainer.strategy.model, "static_graph", False)
 
 
 def is_sharded(trainer: Trainer) -> bool:

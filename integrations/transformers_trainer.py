@@ -11,9 +11,10 @@ the same number of steps. Where it is a mean over each batch, each batch is spli
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 try:
@@ -41,6 +42,7 @@ from lightning_padmin.guards import (
     row_limit,
     with_scan_chunk,
 )
+from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.sequence import MicroBatches
 from lightning_padmin.stats import PaddingStats
@@ -59,6 +61,7 @@ class _Share(dict[str, Any]):
 
     chunks: MicroBatches
     indices: range
+    guard: MemoryGuard
 
 
 class PadMinTrainerMixin:
@@ -79,7 +82,7 @@ class PadMinTrainerMixin:
 
     def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
         self._padmin = resolve_for_class(padmin)
-        self._padmin_weight: float | None = None
+        self._padmin_pass: tuple[float, Callable[[], None]] | None = None  # weight, and whom to tell of its forward
         self._padmin_told = self._padmin.check == "off"
         self._padmin_checked = 0
         self.padding_stats = PaddingStats()
@@ -112,6 +115,12 @@ class PadMinTrainerMixin:
         exchange = self._padmin_exchange
         return MicroBatcher(config, exchange=exchange, encoder_decoder=encoder_decoder, row_limit=limit)
 
+    def _padmin_guard(self, chunks: MicroBatches) -> MemoryGuard:
+        """Only with DistributedDataParallel do ranks meet in the last pass alone."""
+        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        tells = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+        return MemoryGuard(chunks, self._padmin_exchange if tells else exchange_alone, accelerator.process_index)
+
     @property
     def _padmin_exchange(self) -> Exchange:
         return exchange_all if self.accelerator.num_processes > 1 else exchange_alone  # type: ignore[attr-defined]
@@ -127,10 +136,11 @@ class PadMinTrainerMixin:
             return batches, num_items
         self._padmin_pooling.min_micro_batches = len(batches)
         chunks = self._padmin_pooling.prepare_window(batches)
+        guard = self._padmin_guard(chunks)
         shares = []
         for step, batch in enumerate(batches):
             share = _Share(batch)
-            share.chunks = chunks
+            share.chunks, share.guard = chunks, guard
             share.indices = range(step * len(chunks) // len(batches), (step + 1) * len(chunks) // len(batches))
             shares.append(share)
         self._padmin_count(chunks.stats)
@@ -146,10 +156,10 @@ class PadMinTrainerMixin:
         if wrong is not None:
             raise ArchitectureError(wrong)
         if isinstance(inputs, _Share):
-            chunks, indices = inputs.chunks, inputs.indices
+            chunks, indices, guard = inputs.chunks, inputs.indices, inputs.guard
         else:
             chunks = self._padmin_batcher.prepare(inputs)
-            indices = range(len(chunks))
+            indices, guard = range(len(chunks)), self._padmin_guard(chunks)
             self._padmin_count(chunks.stats)
         if not self._padmin_told:
             pools = isinstance(inputs, _Share)
@@ -160,11 +170,14 @@ class PadMinTrainerMixin:
         try:
             for k in indices:
                 micro = chunks[k]
-                self._padmin_weight = micro.weight
-                with self._padmin_synchronised(model, k == indices[-1]):
+                self._padmin_pass = micro.weight, partial(guard.forward_is_done, k)
+                with guard.around(k), self._padmin_synchronised(model, k == indices[-1]):
                     total = total + stock(model, micro.batch, num_items_in_batch)
+        except OutOfMemoryError:
+            model.zero_grad(set_to_none=True)  # gradients of a part of a batch
+            raise
         finally:
-            self._padmin_weight = None
+            self._padmin_pass = None
         return total  # type: ignore[no-any-return]
 
     def compute_loss(
@@ -172,10 +185,12 @@ class PadMinTrainerMixin:
     ) -> Any:
         """Stock, times the weight of the chunk."""
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        if self._padmin_weight is None:
+        if self._padmin_pass is None:
             return result
+        weight, is_done = self._padmin_pass
+        is_done()
         loss, outputs = result if return_outputs else (result, None)
-        loss = loss * self._padmin_weight
+        loss = loss * weight
         return (loss, outputs) if return_outputs else loss
 
     @contextmanager

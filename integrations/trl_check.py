@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_padmin.errors import ConfigError
 from lightning_padmin.integrations import trl_stock
 from lightning_padmin.integrations.trl_passes import Passes, gradients_of, leaves_of
 from lightning_padmin.integrations.trl_window import Entry
@@ -20,6 +21,11 @@ _MOST_PARTS = 16
 # the gradient of the chunk's rows; where the others had their own values, every differentiable loss would pass.
 _ELSEWHERE = (1.25, 0.75)  # log-probs stay negative, entropies positive
 _ON_PADDING = (-0.7, 0.4)
+READS_PADDING = (
+    "the loss reads log-probs where completions have no tokens. Those are padding, which is removed here, so training "
+    "would change. Mask them in the loss (loss_type='luspo' in releases before 1.16: set "
+    "importance_sampling_level='sequence' and beta=0), or use PadMinConfig(enabled=False)"
+)
 
 
 class Verdict(IntEnum):
@@ -89,10 +95,10 @@ def _calls_of(trainer: Any, model: Any) -> Iterator[list[None]]:
 
 
 def _of_padding(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None]) -> float:
-    """How far gradients change with what stands where completions have no tokens; the largest one there included.
+    """The largest gradient where completions have no tokens, or change of one elsewhere by what stands there.
 
-    Not where zeros stand there, in the policy's log-probs and in those of the reference model: a divergence between
-    two equal values has no gradient.
+    What stands there for this is not zero, as in the log-probs of the reference model: a divergence between two equal
+    values has no gradient.
     """
     padding = entry.inputs["completion_mask"] == 0
     leaves = leaves_of(entry.buffers)
@@ -103,7 +109,32 @@ def _of_padding(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tens
     with torch.enable_grad(), trl_stock.without_trace(trainer):
         loss, _ = passes.stock_loss(entry.inputs, filled)
     found = gradients_of(loss, leaves)
-    return max(_largest(f - w) for f, w in zip(found, whole, strict=True) if f is not None and w is not None)
+    pairs = [(f, w) for f, w in zip(found, whole, strict=True) if f is not None and w is not None]
+    return max(_largest(torch.where(padding.to(f.device), f, f - w)) for f, w in pairs)
+
+
+def refuse_readers_of_padding(values: Sequence[Tensor | None], padding: Tensor) -> list[Tensor | None]:
+    """Values that no loss may notice are other ones than zero where there is padding.
+
+    Args:
+        values: log-probs and entropies (B, T), with a graph.
+        padding: (B, T), true where completions have no tokens.
+
+    Returns:
+        The same, but on padding; a backward pass that brings gradients there raises ConfigError.
+    """
+
+    def look(gradient: Tensor) -> None:
+        if _largest(gradient * padding) > _TOLERANCE * _largest(gradient):
+            raise ConfigError(READS_PADDING)
+
+    changed = []
+    for value, on_padding in zip(values, _ON_PADDING, strict=True):
+        if value is not None and value.requires_grad:
+            value = value.masked_fill(padding, on_padding)
+            value.register_hook(look)  # type: ignore[no-untyped-call]
+        changed.append(value)
+    return changed
 
 
 def _difference(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None]) -> float:

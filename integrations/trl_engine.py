@@ -18,8 +18,8 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
 from lightning_padmin.errors import ConfigError, PadMinError, PadMinWarning
 from lightning_padmin.guards import inspect_model, row_limit, with_scan_chunk
-from lightning_padmin.integrations import trl_stock
-from lightning_padmin.integrations.trl_check import Verdict, separates
+from lightning_padmin.integrations import trl_images, trl_stock
+from lightning_padmin.integrations.trl_check import READS_PADDING, Verdict, refuse_readers_of_padding, separates
 from lightning_padmin.integrations.trl_logprobs import (
     Given,
     Scores,
@@ -29,8 +29,16 @@ from lightning_padmin.integrations.trl_logprobs import (
     score_chunk,
 )
 from lightning_padmin.integrations.trl_passes import Passes
-from lightning_padmin.integrations.trl_refusals import choose_mode, refuse_config, refuse_model, refuse_trainer
+from lightning_padmin.integrations.trl_refusals import (
+    SHARDS_WHAT_SEES,
+    choose_mode,
+    refuse_config,
+    refuse_model,
+    refuse_trainer,
+    shards_what_sees,
+)
 from lightning_padmin.integrations.trl_window import Window
+from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.stats import PaddingStats
 
@@ -39,11 +47,6 @@ _COUPLES = "gradients of the loss at the log-probs change by {:.2g} when rows ar
 _NOT_OF_LOG_PROBS = (
     "the loss has a part that does not come from the log-probs of its rows: it runs the model itself, asks for "
     "log-probs twice, or penalises parameters"
-)
-_READS_PADDING = (
-    "the loss reads log-probs where completions have no tokens. Those are padding, which is removed here, so training "
-    "would change. Mask them in the loss (loss_type='luspo' in releases before 1.16: set "
-    "importance_sampling_level='sequence'), or use PadMinConfig(enabled=False)"
 )
 
 
@@ -72,13 +75,17 @@ class Engine:
         self._said: set[str] = set()
         self.mode, why = choose_mode(trainer, config.mode)
         self._checked = config.check == "off" or self.mode == "joint"
+        self._may_read_padding = config.check != "off"
+        self._as_stock = shards_what_sees(trainer)
         self._given: Given | None = None
         self.stats, self._unlogged = PaddingStats(), PaddingStats()
         self.reset()
         for finding in findings:
             if finding.severity == "correct":
                 self._say(f"{finding.where}: {finding.reason}")
-        if why:
+        if self._as_stock:
+            self._say(SHARDS_WHAT_SEES)
+        elif why:
             self._say(f"mode={self.mode!r}: {why}")
 
     def reset(self) -> None:
@@ -94,29 +101,37 @@ class Engine:
         """The log-prob function, in chunks."""
         stock = self._stock_scores
         given = self._given
+        if self._as_stock:
+            return stock(model, input_ids, attention_mask, logits_to_keep, *args, **options)
         if given is not None and given.is_for(model, input_ids):
             return given.take()
         options = dict(zip(trl_stock.optional_names(stock), args, strict=False)) | options
-        if (image := trl_stock.has_images(options)) is not None:
-            self._say(f"rows with images ({image}) are not regrouped yet: they run as without PadMinMixin")
-            return stock(model, input_ids, attention_mask, logits_to_keep, **options)
         rows = options.pop("batch_size", None) or len(input_ids)
-        tokens = {"input_ids": input_ids, "attention_mask": attention_mask}
-        for name in trl_stock.POSITIONS:
-            if (value := options.pop(name, None)) is not None:
-                tokens[name] = value
-        options = {name: value for name, value in options.items() if name not in trl_stock.IMAGES}
+        along = {name: options.pop(name, None) for name in (*trl_images.NAMES, *trl_stock.POSITIONS)}
+        images: dict[str, list[Any]] = {}
+
+        def tokens() -> dict[str, Any]:
+            trl_images.refuse_unknown(options)
+            images.update(trl_images.by_row(along))
+            positions = {name: along[name] for name in trl_stock.POSITIONS if along[name] is not None}
+            return {"input_ids": input_ids, "attention_mask": attention_mask, **positions, **images}
+
         config = self._with_budget(rows * input_ids.shape[1])
         if options.get("compute_aux_loss"):
             # The balance loss of experts is one of all rows together: rolled and trimmed, but not split.
             config = replace(config, token_budget=_NO_LIMIT, launch_cost=_NO_LIMIT, max_rows=None)
         training = torch.is_grad_enabled()
         no_sync = self._no_sync_of(model) if training else None
-        batches = self._batcher(config).prepare(tokens)
+        batches = self._batcher(config).prepare_made(tokens)
         self._look_at_prompts(first_tokens(batches.table, logits_to_keep))
-        outputs = score_all(stock, model, batches, logits_to_keep, options, no_sync)
+        order = trl_images.in_order(batches.slot_maps, images.get("num_images"))
+        outputs = score_all(stock, model, batches, logits_to_keep, options, order, no_sync)
         if training:
-            self._count(replace(batches.stats, loss_tokens=int(attention_mask[:, -logits_to_keep:].sum())))
+            completion = attention_mask[:, -logits_to_keep:]
+            self._count(replace(batches.stats, loss_tokens=int(completion.sum())))
+            if self._may_read_padding and not completion.all():
+                self._may_read_padding = False  # the first pass that can tell does
+                outputs = (*refuse_readers_of_padding(outputs[:2], completion == 0), *outputs[2:])
         return outputs
 
     def _look_at_prompts(self, first: np.ndarray[Any, Any]) -> None:
@@ -153,7 +168,7 @@ class Engine:
 
     def step_in_place_of(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`training_step`, which does the current step's share of the window."""
-        return stock if self.mode == "joint" else partial(self._step, stock)
+        return stock if self.mode == "joint" or self._as_stock else partial(self._step, stock)
 
     def _step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         trainer, began = self._trainer, time.perf_counter()
@@ -161,7 +176,7 @@ class Engine:
         try:
             _to_training_mode(trainer, model)
             inputs = trainer._prepare_inputs(inputs)
-            if self._passes is None and trl_stock.has_images(inputs) is None:
+            if self._passes is None:
                 self._passes = self._open(model, inputs, num_items_in_batch)
             # Inputs are prepared once per step, though a step has several passes.
             with trl_stock.replaced(trainer, _prepare_inputs=lambda prepared: prepared):
@@ -170,8 +185,10 @@ class Engine:
                 else:
                     trl_stock.count_time(trainer, time.perf_counter() - began)
                     loss = stock(model, inputs, num_items_in_batch)
-        except BaseException:
+        except BaseException as error:
             self.reset()
+            if isinstance(error, OutOfMemoryError):
+                model.zero_grad(set_to_none=True)  # gradients of a part of a batch
             raise
         self._position = 0 if ends else self._position + 1
         return loss
@@ -188,11 +205,13 @@ class Engine:
                 "been regrouped already. Use mode='joint'"
             )
         chunks = window.chunks()
+        guard = passes.guard
         for chunk in chunks[:-1]:
-            with trl_stock.replaced(trainer, compute_loss=passes.loss_of(chunk)), self._waiting(model):
+            replaced = trl_stock.replaced(trainer, compute_loss=passes.loss_of(chunk))
+            with guard.around(chunk), replaced, self._waiting(model):
                 trl_stock.plain_training_step(trainer, model, inputs, num_items_in_batch)
         trl_stock.count_time(trainer, time.perf_counter() - began)
-        with trl_stock.replaced(trainer, compute_loss=passes.loss_of(chunks[-1])):
+        with guard.around(chunks[-1]), trl_stock.replaced(trainer, compute_loss=passes.loss_of(chunks[-1])):
             loss = stock(model, inputs, num_items_in_batch)
         window.step += 1
         if window.step == len(window.entries):
@@ -211,7 +230,10 @@ class Engine:
         self._look_at_prompts(first_tokens(window.batches.table, window.completion))
         # As it is now: while chunks run, an attribute of the trainer stands in its place.
         loss = partial(self._stock_loss, trainer.compute_loss, num_items_in_batch)
-        passes = Passes(trainer, window, partial(self._score, model, window), partial(loss, model))
+        tells = trl_stock.distributed_type(trainer) != "FSDP"  # whose passes are collective
+        exchange, rank = self._exchange if tells else exchange_alone, trainer.accelerator.process_index
+        guard = MemoryGuard(window.batches, exchange, rank, last=window.order[-1])
+        passes = Passes(trainer, window, partial(self._score, model, window), partial(loss, model), guard)
         if not self._checked and (self.mode == "replay" or len(window.batches) > 1):
             self._check(model, passes)
             if self.mode == "joint":
@@ -261,7 +283,7 @@ class Engine:
         if verdict <= Verdict.SEPARATES:
             return
         if verdict == Verdict.READS_PADDING:
-            raise ConfigError(_READS_PADDING)
+            raise ConfigError(READS_PADDING)
         coupled = verdict == Verdict.COUPLES
         why = _COUPLES.format(difference) if coupled else _NOT_OF_LOG_PROBS
         fix = "replay" if coupled else "joint"
@@ -291,7 +313,7 @@ class Engine:
 
 
 def _for_rows(config: PadMinConfig) -> PadMinConfig:
-    """The options, for batches that hold `input_ids` and `attention_mask` whose rows all count the same."""
+    """The options, for batches of `input_ids`, `attention_mask` and images, whose rows all count the same."""
     own = PadMinConfig()
     return replace(
         config,
@@ -301,7 +323,7 @@ def _for_rows(config: PadMinConfig) -> PadMinConfig:
         mask_key=own.mask_key,
         labels_key=own.labels_key,
         loss_mask_key=None,
-        batch_schema={},
+        batch_schema=trl_images.FIELDS,
         static_keys=(),
     )
 

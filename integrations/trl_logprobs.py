@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_padmin.integrations.trl_images import joined
 from lightning_padmin.layout import SlotMap
 from lightning_padmin.rows import RowTable
 from lightning_padmin.sequence import MicroBatch, MicroBatches
@@ -45,7 +46,7 @@ def score_chunk(
     Args:
         stock: the trainer's own function.
         model: the model, as stock passes it on.
-        micro: entries `input_ids`, `attention_mask` and others by position.
+        micro: entries `input_ids`, `attention_mask`, others by position, and images by row.
         slots: its index map.
         completion: columns T that completions take in the batch.
         options: further keyword arguments of the stock function.
@@ -55,7 +56,7 @@ def score_chunk(
     # A row's prompt ends where completions begin in the batch; a row without any prompt has nothing to predict from.
     prompts = (source - completion) - slots.start[:, 0]
     shortest = int(min(prompts.min(), width - 1))
-    inputs = dict(micro.batch)
+    inputs = joined(micro.batch)
     ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
     outputs = stock(model, ids, mask, width - shortest, **inputs, **options)
     per_token = tuple(None if each is None else _in_place(each, slots, shortest, completion) for each in outputs[:2])
@@ -73,6 +74,7 @@ def score_all(
     batches: MicroBatches,
     completion: int,
     options: Mapping[str, Any],
+    order: Sequence[int],
     no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> tuple[Any, ...]:
     """What the stock function returns for a whole batch, computed in chunks that keep one graph.
@@ -80,17 +82,19 @@ def score_all(
     Args:
         stock: see `score_chunk`; so are `model`, `completion` and `options`.
         model: the model.
-        batches: micro-batches of `input_ids`, `attention_mask` (B, P + T) and others by position.
+        batches: micro-batches of `input_ids`, `attention_mask` (B, P + T), others by position, and images by row.
         completion: columns T.
         options: further keyword arguments.
+        order: in which the micro-batches run.
         no_sync: entered for all forward passes but the last, where only that may arm the reducer.
     """
-    chunks = []
-    for micro, slots in zip(batches, batches.slot_maps, strict=True):
-        with nullcontext() if micro.is_last or no_sync is None else no_sync():
-            chunks.append(score_chunk(stock, model, micro, slots, completion, options))
-    joined = tuple(_join(batches, [chunk.per_token[k] for chunk in chunks]) for k in range(len(chunks[0].per_token)))
-    return joined + chunks[-1].rest
+    scores: dict[int, Scores] = {}
+    for k in order:
+        with nullcontext() if k == order[-1] or no_sync is None else no_sync():
+            scores[k] = score_chunk(stock, model, batches[k], batches.slot_maps[k], completion, options)
+    chunks = [scores[k] for k in range(len(batches))]
+    per_token = (_join(batches, list(parts)) for parts in zip(*(chunk.per_token for chunk in chunks), strict=True))
+    return *per_token, *chunks[-1].rest
 
 
 def _join(batches: MicroBatches, parts: Sequence[Tensor | None]) -> Tensor | None:

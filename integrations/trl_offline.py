@@ -7,6 +7,7 @@ the backbone (the head, log-probs, the balance loss of experts) is the trainer's
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import nn
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
-from lightning_padmin.errors import ConfigError, GradientCheckError
+from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
 from lightning_padmin.guards import ArchitectureError, inspect_model, with_scan_chunk
 from lightning_padmin.integrations import trl_stock
 from lightning_padmin.isolation import ModuleState, without_dropout
@@ -27,6 +28,11 @@ from lightning_padmin.sketch import difference, scales, sizes, sketched_gradient
 from lightning_padmin.stats import PaddingStats
 
 _SHARDED = ("FSDP", "DEEPSPEED")
+
+_LOGITS_OF_KTO = (
+    "KTO before TRL 1.16 logs logits/chosen and logits/rejected as means over padding too, where there are zeros now: "
+    "these two differ from those without PadMinMixin. Gradients and all other metrics do not"
+)
 
 
 class OfflineEngine:
@@ -55,6 +61,10 @@ class OfflineEngine:
         self._config = with_scan_chunk(replace(config, loss_reduction="row-mean", normalize="rank"), trainer.model)
         self.stats, self._since_log = PaddingStats(), PaddingStats()
         self._checked = config.check == "off" or self._is_sharded
+        stock = trl_stock.stock_class(type(trainer))
+        reads_padding = stock is not None and stock.__name__ == "KTOTrainer" and trl_stock.release() < (1, 16)
+        if reads_padding and trainer.accelerator.is_main_process:
+            warnings.warn(f"PadMinMixin: {_LOGITS_OF_KTO}", PadMinWarning, stacklevel=4)
 
     def reset(self) -> None:
         """Nothing is kept between steps."""

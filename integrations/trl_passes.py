@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_padmin.integrations import trl_stock
 from lightning_padmin.integrations.trl_logprobs import Given, Scores, zero_of
 from lightning_padmin.integrations.trl_window import Values, Window
+from lightning_padmin.memory import MemoryGuard
 
 StockLoss = Callable[[Mapping[str, Any], Values], tuple[Tensor, Given]]
 
@@ -24,10 +25,19 @@ class Passes:
         window: its rows and buffers.
         score: log-probs and entropies of a chunk.
         stock_loss: the trainer's own loss of prepared inputs, with log-probs and entropies in place of a forward pass.
+        guard: around the pass of each chunk.
     """
 
-    def __init__(self, trainer: Any, window: Window, score: Callable[[int], Scores], stock_loss: StockLoss) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        window: Window,
+        score: Callable[[int], Scores],
+        stock_loss: StockLoss,
+        guard: MemoryGuard,
+    ) -> None:
         self.trainer, self.window, self.stock_loss, self._score = trainer, window, stock_loss, score
+        self.guard = guard
         self._draws: list[RandomState] = []
         self._value: Tensor | None = None  # replay: of the window's loss
 
@@ -86,6 +96,7 @@ class Passes:
         window = self.window
         with self._draws[chunk].again() if self._draws else _nothing():
             scores = self._score(chunk)
+        self.guard.forward_is_done(chunk)
         if window.batches[chunk].is_dummy:
             loss = zero_of(scores)
         elif self._value is not None:
@@ -93,7 +104,7 @@ class Passes:
         else:
             loss = self._split(chunk, scores)
         value = loss.new_zeros(())
-        if chunk == len(window.batches) - 1:
+        if chunk == window.order[-1]:
             value = self._value if self._value is not None else self._metrics()
         # What is reported is the stock loss; what is sent backward is this chunk's part.
         reported: Tensor = _Reported.apply(loss, value.to(loss))  # type: ignore[no-untyped-call]

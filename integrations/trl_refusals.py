@@ -11,6 +11,10 @@ from lightning_padmin.integrations import trl_stock
 
 _ONLINE = {"GRPOTrainer", "RLOOTrainer"}
 _OFFLINE = {"SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer"}
+SHARDS_WHAT_SEES = (
+    "under FSDP a model with a vision tower runs as without PadMinMixin: ranks gather the tower's weights together, "
+    "and a chunk without images would not take part. Use DDP"
+)
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 
@@ -71,6 +75,11 @@ def refuse_trainer(trainer: Any) -> None:
                 f"PEFT adapter {name!r} ({type(adapter).__name__}) puts virtual tokens before every row, whose columns "
                 "are then not those of the batch. Use LoRA"
             )
+
+
+def shards_what_sees(trainer: Any) -> bool:
+    """Whether rows may have images, under FSDP."""
+    return bool(getattr(trainer, "_is_vlm", False)) and trl_stock.distributed_type(trainer) == "FSDP"
 
 
 def refuse_model(findings: list[Finding]) -> None:

@@ -1,6 +1,6 @@
 """Every private hook of TRL and of transformers' Trainer that the mixin needs, in one place.
 
-Checked with TRL 1.16.0 (some of it with 1.4 and 1.9) and transformers 5.24. What is used:
+Checked with TRL 1.16.0 and 0.29.0 (some of it with 1.0 and 1.4) and transformers 5.24. What is used:
 `_get_per_token_logps_and_entropies` (the one function that all log-probs of the online trainers come from),
 `_buffered_inputs` and `_step` (where a trainer stands in the batch that it has generated), `compute_loss`, and the
 metrics that a call of it appends.
@@ -23,7 +23,7 @@ from transformers import Trainer
 from lightning_padmin.errors import ConfigError
 
 LOG_PROBS = "_get_per_token_logps_and_entropies"
-OLDEST = (1, 4)
+OLDEST = (0, 29)
 CHECKED = "1.16.0"
 # method -> first parameters
 _EXPECTED = {
@@ -33,17 +33,6 @@ _EXPECTED = {
     "_prepare_inputs": ["self"],
     "compute_loss_context_manager": ["self"],
 }
-# What multimodal rows bring along; image-major, so it cannot be regrouped like rows.
-IMAGES = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "image_position_ids",
-)
 POSITIONS = ("token_type_ids", "mm_token_type_ids")
 _CONTAINERS = (list, dict, set, deque, defaultdict)
 _MOST_ITEMS = 10_000
@@ -54,10 +43,14 @@ def stock_class(kind: type) -> type | None:
     return next((each for each in kind.__mro__ if each.__module__.split(".")[0] == "trl"), None)
 
 
+def release() -> tuple[int, ...]:
+    """Major and minor number of this TRL."""
+    return tuple(int(part) for part in trl.__version__.split(".")[:2] if part.isdigit())
+
+
 def check_signatures(stock: type) -> None:
     """Raises ConfigError when this TRL's private hooks are not those that were checked."""
-    release = tuple(int(part) for part in trl.__version__.split(".")[:2] if part.isdigit())
-    if release < OLDEST:
+    if release() < OLDEST:
         raise ConfigError(f"trl {trl.__version__}: PadMinMixin needs trl>={'.'.join(map(str, OLDEST))}. Upgrade it")
     for name, expected in _EXPECTED.items():
         function = getattr(stock, name, None)
@@ -208,8 +201,3 @@ def tokens_of(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
     }
     return joined | {name: inputs[name] for name in POSITIONS if inputs.get(name) is not None}
-
-
-def has_images(inputs: Mapping[str, Any]) -> str | None:
-    """The first entry that belongs to images; None if there is none."""
-    return next((name for name in IMAGES if inputs.get(name) is not None), None)

@@ -24,7 +24,7 @@ try:
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.rloo_trainer import RLOOTrainer
 except ImportError as error:
-    raise ImportError("PadMinMixin needs TRL: pip install 'trl>=1.4'") from error
+    raise ImportError("PadMinMixin needs TRL: pip install 'trl>=0.29'") from error
 
 from torch import Tensor
 

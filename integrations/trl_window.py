@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_padmin.integrations.trl_images import in_order, pooled_by_row
 from lightning_padmin.integrations.trl_logprobs import Scores
 from lightning_padmin.integrations.trl_stock import tokens_of
 from lightning_padmin.microbatch import MicroBatcher
@@ -48,22 +49,40 @@ class Window:
     Args:
         entries: the prepared inputs of the stock micro-batches, all of one shape.
         batcher: plans the rows; its plans have at least W micro-batches.
+
+    Attributes:
+        batches: the chunks.
+        order: in which they run.
+        step: the stock micro-batch whose share of chunks is next.
     """
 
     def __init__(self, entries: Sequence[Mapping[str, Any]], batcher: MicroBatcher) -> None:
         self.entries = [Entry(inputs) for inputs in entries]
         self.completion = int(entries[0]["completion_ids"].shape[1])
-        tokens = [tokens_of(inputs) for inputs in entries]
-        self._rows = len(tokens[0]["input_ids"])
-        pooled = {name: torch.cat([each[name] for each in tokens]) for name in tokens[0]}
-        self._pooled = self._worth_running(pooled)
-        index = torch.as_tensor(self._pooled, device=pooled["input_ids"].device)
-        self.batches: MicroBatches = batcher.prepare({name: each[index] for name, each in pooled.items()})
+        self._rows = len(entries[0]["prompt_ids"])
+        self._images: list[int] | None = None
+        self.batches: MicroBatches = batcher.prepare_made(self._pool)
+        self.order = in_order(self.batches.slot_maps, self._images)
         self.step = 0
         self._seen: set[int] = set()
 
-    def _worth_running(self, pooled: Mapping[str, Tensor]) -> Ints:
-        """Rows with completion tokens: others have no gradient. Shortest of the others where a step would have none."""
+    def _pool(self) -> dict[str, Any]:
+        """The rows of all entries that are worth running."""
+        tokens = [tokens_of(entry.inputs) for entry in self.entries]
+        pooled = {name: torch.cat([each[name] for each in tokens]) for name in tokens[0]}
+        images = pooled_by_row([entry.inputs for entry in self.entries])
+        self._pooled = self._worth_running(pooled, images.get("num_images"))
+        index = torch.as_tensor(self._pooled, device=pooled["input_ids"].device)
+        rows: dict[str, Any] = {name: each[index] for name, each in pooled.items()}
+        rows |= {name: [items[k] for k in self._pooled] for name, items in images.items()}
+        self._images = rows.get("num_images")
+        return rows
+
+    def _worth_running(self, pooled: Mapping[str, Tensor], images: Sequence[int] | None) -> Ints:
+        """Rows with completion tokens: others have no gradient. Shortest of the others where a step would have none.
+
+        One with images among them if there is any, see `in_order`.
+        """
         mask = pooled["attention_mask"]
         scored = mask[:, -self.completion :].sum(1).cpu().numpy()
         rows, others = np.flatnonzero(scored), np.flatnonzero(scored == 0)
@@ -71,6 +90,9 @@ class Window:
         if missing > 0:
             lengths = mask.sum(1).cpu().numpy()[others]
             rows = np.concatenate([rows, others[np.argsort(lengths, kind="stable")[:missing]]])
+        seeing = np.flatnonzero(images) if images is not None else rows[:0]
+        if len(seeing) and not np.isin(seeing, rows).any():
+            rows = np.append(rows, seeing[:1])
         return np.sort(rows)
 
     @property
@@ -86,10 +108,10 @@ class Window:
             loss_tokens=sum(int(entry.inputs["completion_mask"].sum()) for entry in self.entries),
         )
 
-    def chunks(self) -> range:
+    def chunks(self) -> list[int]:
         """Indices of the micro-batches that belong to the current stock step."""
-        count, steps = len(self.batches), len(self.entries)
-        return range(self.step * count // steps, (self.step + 1) * count // steps)
+        count, steps = len(self.order), len(self.entries)
+        return self.order[self.step * count // steps : (self.step + 1) * count // steps]
 
     def places(self, chunk: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Entry -> rows of the chunk that belong to it, and their rows in it."""

@@ -69,6 +69,7 @@ class MicroBatcher:
         self.config, self.encoder_decoder = as_config(config), encoder_decoder
         self._declared, self._last_schema = schema, schema
         self._exchange = exchange or exchange_alone
+        self._largest: NDArray[np.int64] | None = None  # micro-batch so far, in slots, by rank
         self._said: set[str] = set()
 
     def prepare(self, batch: Any) -> MicroBatches:
@@ -78,6 +79,10 @@ class MicroBatcher:
             PadMinError: on every rank when any rank cannot plan its batch; nothing has run by then.
         """
         return self._prepare(lambda: batch)
+
+    def prepare_made(self, make: Callable[[], Any]) -> MicroBatches:
+        """`prepare` of what `make` returns; what it raises, all ranks hear of."""
+        return self._prepare(make)
 
     def prepare_window(self, batches: Sequence[Any]) -> MicroBatches:
         """Plans the rows of several batches together, see `pool`; otherwise as `prepare`."""
@@ -117,12 +122,12 @@ class MicroBatcher:
         return local
 
     def _message(self, local: tuple[Schema, RowTable, Plan] | None, error: Exception | None) -> list[int]:
-        """Error code, micro-batches, slots, and the total row weight (a float64's bits)."""
+        """Error code, micro-batches, slots, the total row weight (a float64's bits), and slots of the largest."""
         if local is None:
-            return [_code(error), 0, 0, 0]
+            return [_code(error), 0, 0, 0, 0]
         _, table, plan = local
         total = np.float64(table.weight.sum()).view(np.int64)
-        return [0, len(plan), plan.slots, int(total)]
+        return [0, len(plan), plan.slots, int(total), int(plan.slots_per_group.max())]
 
     def read(self, batch: Any) -> tuple[Schema, RowTable]:
         """Schema and row table of a batch; raises PadMinError for one that cannot be understood."""
@@ -207,7 +212,9 @@ class MicroBatcher:
             wait_slots=int(agreed[:, 2].max()) - planned_slots,
             longest_row=int(table.length.sum(axis=1).max()),
         )
-        return MicroBatches(batch, schema, table, plan, maps, weights, shares, stats)
+        grows = self._largest is None or bool((agreed[:, 4] > self._largest).any())
+        self._largest = agreed[:, 4] if self._largest is None else np.maximum(agreed[:, 4], self._largest)
+        return MicroBatches(batch, schema, table, plan, maps, weights, shares, stats, grows)
 
     @staticmethod
     def _dummy_row(table: RowTable) -> NDArray[np.int64]:

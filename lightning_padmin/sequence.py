@@ -61,6 +61,7 @@ class MicroBatches(Sequence[MicroBatch]):
         weights: (K,) float64, weight of each micro-batch's loss; zeros where the batch has no loss tokens at all.
         shares: (K,) float64, share of each micro-batch in a mean over the batch; sums to 1, 0 for dummies. Unlike
             the weights also for a summed loss, a global mean, and a batch without loss tokens.
+        grows: on some rank a micro-batch has more slots than any before it.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class MicroBatches(Sequence[MicroBatch]):
         weights: NDArray[np.float64],
         shares: NDArray[np.float64],
         stats: PaddingStats,
+        grows: bool = True,
     ) -> None:
+        self.grows = grows
         self._batch, self.schema = batch, schema
         self.table, self.plan, self.stats = table, plan, stats
         self.slot_maps, self.weights, self.shares = tuple(slot_maps), weights, shares

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import support
 import torch
-from numpy.typing import NDArray
+from ranks import Ranks
 from support import TinyLM, make_batch, relative
 from torch import Tensor
 
@@ -25,26 +24,6 @@ from lightning_padmin.distributed import exchange_all, exchange_alone, raise_tog
 from lightning_padmin.errors import BatchError, ConfigError, PeerError, PlanError, SchemaError
 
 BUDGET = {"token_budget": 8, "launch_cost": 0}
-
-
-class Ranks:
-    """Threads in place of processes: an exchange that waits until all ranks have spoken."""
-
-    def __init__(self, count: int) -> None:
-        self.said: list[Sequence[int]] = [()] * count
-        self.calls = [0] * count
-        self.barrier = threading.Barrier(count, timeout=20)
-
-    def exchange_of(self, rank: int) -> Callable[[Sequence[int]], NDArray[np.int64]]:
-        def exchange(values: Sequence[int]) -> NDArray[np.int64]:
-            self.said[rank] = list(values)
-            self.calls[rank] += 1
-            self.barrier.wait()
-            table = np.array(self.said, dtype=np.int64)
-            self.barrier.wait()
-            return table
-
-        return exchange
 
 
 def prepare_on_ranks(batches: Sequence[Any], config: PadMinConfig | None = None, **options: Any) -> list[Any]:

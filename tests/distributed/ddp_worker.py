@@ -194,6 +194,52 @@ def one_rank_malformed() -> Any:
     return {"message": message, "forwards": len(module.shapes), "again": again}
 
 
+class Limited(support.Module):
+    """Has no memory for micro-batches of more slots than `most`."""
+
+    def __init__(self, most: int | None, backward: bool = False, other: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("sent", torch.zeros(3))  # DDP sends buffers before a synchronised forward pass
+        self.most, self.in_backward, self.other = most, backward, other
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.most is None or batch["input_ids"].numel() <= self.most:
+            return loss
+        if self.in_backward:
+            loss.register_hook(self.fail)
+            return loss
+        return self.fail()
+
+    def fail(self, *_: Any) -> Any:
+        raise KeyError("no memory is needed for this") if self.other else torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def out_of_memory() -> Any:
+    """One rank runs out: in the first of five micro-batches, in the last, in the only one; forward and backward."""
+
+    def outcome(most: int | None, budget: int, lengths: Any = (FIVE, ONE), **options: Any) -> Any:
+        module = Limited(most, **options)
+        before = support.flat_parameters(module)
+        try:
+            fit(module, batches(count=2, lengths=lengths), callback(token_budget=budget, check="off"))
+        except Exception as error:
+            same = torch.equal(before, support.flat_parameters(module))
+            return f"{type(error).__name__}: {error}", same and all(p.grad is None for p in module.parameters())
+        return "", len(module.gradients)
+
+    mine = [24, None][RANK]
+    return {
+        "first": outcome([47, None][RANK], 48, backward=False),
+        "backward": outcome([47, None][RANK], 48, backward=True),
+        "with the budget it names": outcome([47, None][RANK], 24),
+        "last": outcome([None, 4][RANK], 24, lengths=([24, 12], [5, 6])),
+        "only": outcome([None, 9][RANK], 200, lengths=([24, 24], [5, 6])),
+        "a single row": outcome([None, 4][RANK], 24, lengths=([24, 12, 12], [7])),
+        "another error": outcome(mine, 48, other=True),
+    }
+
+
 def checked() -> Any:
     """The first-batch check: a wrong declaration that only rank 1's rows show, right ones, and an error in the step."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ SCENARIOS = [
     "global_mean",
     "one_rank_malformed",
     "checked",
+    "out_of_memory",
     "joint",
     "manual",
     "reductions",
@@ -135,6 +137,31 @@ def test_all_ranks_raise_when_one_batch_is_malformed(ranks: Ranks) -> None:
     for result in (first, second):
         assert result["forwards"] == 0
         assert worst(result["again"]) <= 1e-12
+
+
+@pytest.mark.parametrize("case", ["first", "backward", "last", "only", "a single row"])
+def test_all_ranks_hear_of_a_rank_that_runs_out_of_memory(ranks: Ranks, case: str) -> None:
+    first, second = (rank["out_of_memory"][case] for rank in ranks)
+    wanted = {
+        "first": r"out of memory on rank 0 in micro-batch 1 of \d: 2 x 24 = 48 slots\. Set token_budget=24$",
+        "backward": r"out of memory on rank 0 in micro-batch 1 of \d: 2 x 24 = 48 slots\. Set token_budget=24$",
+        "last": r"out of memory on rank 1 in micro-batch \d of 2: 1 x \d = \d slots\. One row alone does not fit",
+        "only": r"out of memory on rank 1 in micro-batch 1 of 1: 2 x 6 = 12 slots\. Set token_budget=6$",
+        "a single row": r"out of memory on rank 1 in micro-batch 1 of \d: 1 x 7 = 7 slots\. .*fewer than 7 tokens",
+    }[case]
+    assert first[0] == second[0]
+    assert re.match("OutOfMemoryError: " + wanted, first[0])
+    assert first[1] is second[1] is True  # parameters as before, no gradients
+
+
+def test_the_budget_that_is_named_fits(ranks: Ranks) -> None:
+    assert [rank["out_of_memory"]["with the budget it names"] for rank in ranks] == [("", 2)] * 2
+
+
+def test_another_error_of_one_rank(ranks: Ranks) -> None:
+    first, second = (rank["out_of_memory"]["another error"][0] for rank in ranks)
+    assert first == "KeyError: 'no memory is needed for this'"
+    assert second == "PeerError: rank 0 raised an error in training; its message stands in that rank's log"
 
 
 @pytest.mark.parametrize("case", ["both", "one_tells", "sum", "static_graph"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,15 @@ def test_a_malformed_batch_on_one_rank_stops_both(ranks: Ranks) -> None:
     first, second = (rank["malformed"] for rank in ranks)
     assert first.startswith("PeerError: rank 1 refused its batch (BatchError)")
     assert second.startswith("BatchError: 'labels' is set on")
+
+
+@pytest.mark.parametrize(("case", "rank"), [("out of memory", 1), ("out of memory, means", 0)])
+def test_both_ranks_hear_of_one_that_runs_out_of_memory(ranks: Ranks, case: str, rank: int) -> None:
+    first, second = (each[case] for each in ranks)
+    assert first == second
+    where = rf"OutOfMemoryError: out of memory on rank {rank} in micro-batch \d of \d: \d x \d+ = [2-6]\d slots\. "
+    assert re.match(where, first)
+
+
+def test_the_budget_that_is_named_fits(ranks: Ranks) -> None:
+    assert [rank["the budget that is named"] for rank in ranks] == ["trained", "trained"]

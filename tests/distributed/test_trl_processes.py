@@ -30,7 +30,9 @@ SCENARIOS = {
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     output = tmp_path_factory.mktemp("trl") / "result.out"
-    return processes.results(WORKER, output, "ddp", *SCENARIOS, "equal_weights", "one_rank_refuses", timeout=240)
+    return processes.results(
+        WORKER, output, "ddp", *SCENARIOS, "equal_weights", "one_rank_refuses", "out_of_memory", timeout=280
+    )
 
 
 def record(values: dict[str, Any]) -> cases.Record:
@@ -83,6 +85,13 @@ def test_all_ranks_refuse_what_one_refuses(ranks: Ranks) -> None:
     first, second = (rank["one_rank_refuses"] for rank in ranks)
     assert first.startswith("ArchitectureError: a row takes")
     assert second.startswith("PeerError: rank 0 refused its batch (ArchitectureError)")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_both_ranks_hear_of_one_that_runs_out_of_memory(ranks: Ranks, which: int) -> None:
+    first, second = (rank["out_of_memory"][which] for rank in ranks)
+    assert first == second
+    assert first.startswith("OutOfMemoryError: out of memory on rank 1 in micro-batch ")
 
 
 # FSDP, through an Accelerate that is told that it is on devices.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,22 @@ def broken(samples: Any) -> Any:
     return batch | {"labels": torch.ones_like(batch["labels"])} if RANK else batch
 
 
+def limited(make: Any, most: int, rank: int) -> Any:
+    """A model that has no memory for more slots than `most` on one rank."""
+
+    def made() -> Any:
+        model = make()
+
+        def check(module: Any, args: Any, kwargs: Any) -> None:
+            if rank == RANK and kwargs["input_ids"].numel() > most:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        model.register_forward_pre_hook(check, with_kwargs=True)
+        return model
+
+    return made
+
+
 def main() -> dict[str, Any]:
     means = PadMinConfig(token_budget=64, launch_cost=4)
     results = {
@@ -61,6 +78,9 @@ def main() -> dict[str, Any]:
         "means": pair(cases.MeanLoss, means),
         "refused": outcome(cases.MeanLoss, PadMinConfig(token_budget=64, loss_reduction="sum")),
         "malformed": outcome(cases.llama, cases.BUDGET, collator=broken),
+        "out of memory": outcome(limited(cases.llama, 50, 1), replace(cases.BUDGET, check="off")),
+        "out of memory, means": outcome(limited(cases.MeanLoss, 25, 0), replace(means, check="off")),
+        "the budget that is named": outcome(limited(cases.llama, 50, 1), replace(cases.BUDGET, token_budget=30)),
     }
     original = MicroBatcher._weights
     MicroBatcher._weights = lambda *args: (original(*args)[0] * 0 + 1 / len(args[2]), original(*args)[1])

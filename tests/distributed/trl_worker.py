@@ -148,6 +148,30 @@ def one_rank_refuses() -> Any:
     return ""
 
 
+def out_of_memory() -> Any:
+    """Rank 1 has no memory for the first training pass of a window, or for its last."""
+
+    def outcome(largest: bool) -> str:
+        _, ours = cases.trainers(outer=(Uneven,))
+        trainer = cases.build(ours, OPTIONS, cases.padmin("split", check="off"))
+        passes = [0]
+
+        def check(module: Any, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled():
+                passes[0] += 1
+                if RANK == 1 and passes[0] == (1 if largest else len(trainer._padmin._passes.window.order)):
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        trainer.accelerator.unwrap_model(trainer.model).register_forward_pre_hook(check, with_kwargs=True)
+        try:
+            trainer.train()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "trained"
+
+    return outcome(True), outcome(False)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore", PadMinWarning)
     torch.set_num_threads(1)

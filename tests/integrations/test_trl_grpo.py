@@ -14,7 +14,13 @@ import trl_cases as cases
 
 from lightning_padmin.integrations import trl_passes, trl_window
 
-LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+# Older releases have no vespo, and a luspo that reads padding, which is refused (test_trl_modes.py).
+NEWER = {"vespo": (1, 0), "luspo": (1, 16)}
+LOSSES = [
+    loss
+    for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+    if NEWER.get(loss, (0,)) <= cases.RELEASE
+]
 MODES = ("joint", "split", "replay")
 
 
@@ -131,6 +137,7 @@ def opt() -> torch.nn.Module:
     return cases.scaled(transformers.OPTForCausalLM(config), 4.0).double()
 
 
+@pytest.mark.skipif(cases.RELEASE < (1, 4), reason="its log-prob function returns two values, this test's own three")
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
 def test_in_float64_only_rounding_is_left(loss: str) -> None:
     chosen = options(loss, 0.2, 2)

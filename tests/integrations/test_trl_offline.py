@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 from trl_cases import (
     EOS,
     PAD,
+    RELEASE,
     VOCABULARY,
     Record,
     Recorder,
@@ -29,7 +31,7 @@ from trl_cases import (
 )
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin.errors import ConfigError, GradientCheckError
+from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
 from lightning_padmin.integrations.trl_trainers import PadMinMixin
 
 BUDGET = PadMinConfig(token_budget=128, launch_cost=8)
@@ -139,7 +141,14 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_metrics_are_the_stock_ones(name: str) -> None:
     kind, make, options = CASES[name]
-    stock, ours = train(kind, None, make, **options), train(kind, BUDGET, make, **options)
+    stock = train(kind, None, make, **options)
+    reads_padding = kind == "kto" and RELEASE < (1, 16)
+    with pytest.warns(PadMinWarning, match="logits/chosen") if reads_padding else nullcontext():
+        ours = train(kind, BUDGET, make, **options)
+    if reads_padding:
+        for logs in ours.logs + stock.logs:
+            for name in [name for name in logs if name.startswith("logits/")]:
+                del logs[name]
     assert gradient_difference(ours, stock) <= 1e-5
     assert metric_difference(ours, stock)[0] <= 1e-5
     assert ours.trainer.padding_stats.slots < 0.6 * ours.trainer.padding_stats.slots_before

@@ -53,17 +53,17 @@ def test_a_changed_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases.GRPOTrainer, trl_stock.LOG_PROBS, changed)
     words = rf"trl {trl.__version__}: GRPOTrainer\.{trl_stock.LOG_PROBS} takes .*'tokens'.*checked with 1\.16\.0"
     with pytest.raises(ConfigError, match=words):
-        PadMinGRPOTrainer(model=None)
+        PadMinGRPOTrainer(model=None, reward_funcs=None)
     monkeypatch.setattr(cases.GRPOTrainer, trl_stock.LOG_PROBS, None)
     monkeypatch.delattr(cases.GRPOTrainer, trl_stock.LOG_PROBS)
     with pytest.raises(ConfigError, match=rf"GRPOTrainer\.{trl_stock.LOG_PROBS} is gone"):
-        PadMinGRPOTrainer(model=None)
+        PadMinGRPOTrainer(model=None, reward_funcs=None)
 
 
 def test_an_old_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trl, "__version__", "1.3.9")
-    with pytest.raises(ConfigError, match=r"trl 1\.3\.9: PadMinMixin needs trl>=1\.4"):
-        PadMinGRPOTrainer(model=None)
+    monkeypatch.setattr(trl, "__version__", "0.28.9")
+    with pytest.raises(ConfigError, match=r"trl 0\.28\.9: PadMinMixin needs trl>=0\.29"):
+        PadMinGRPOTrainer(model=None, reward_funcs=None)
 
 
 def test_a_missing_attribute() -> None:
