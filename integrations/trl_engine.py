@@ -103,9 +103,10 @@ class Engine:
         given = self._given
         if self._as_stock:
             return stock(model, input_ids, attention_mask, logits_to_keep, *args, **options)
-        if given is not None and given.is_for(model, input_ids):
-            return given.take()
         options = dict(zip(trl_stock.optional_names(stock), args, strict=False)) | options
+        if given is not None and given.is_for(model, input_ids):
+            trl_images.refuse_unknown(options)
+            return given.take()
         rows = options.pop("batch_size", None) or len(input_ids)
         along = {name: options.pop(name, None) for name in (*trl_images.NAMES, *trl_stock.POSITIONS)}
         images: dict[str, list[Any]] = {}
