@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_padmin.diagnose.fit import Fit, Shape, fit_times, largest_budget
 from lightning_padmin.diagnose.problems import DiagnoseError, first_line
+from lightning_padmin.loading import UsageError, load_model, logits_of, random_batch, token_mean, vocabulary_of
 
 # Full rows: from what a start costs to where the width shows. A GPU takes a thousandth of a CPU's time.
 CPU_SHAPES: tuple[Shape, ...] = ((1, 16), (1, 64), (4, 16), (1, 256), (4, 64), (2, 256), (8, 64))
@@ -103,24 +104,19 @@ def probe_model(
 
 
 def _loaded(name: str, dtype: str) -> tuple[nn.Module, Callable[[Any], Tensor]]:
-    # Here, since the command line imports this package.
-    from lightning_padmin import cli
-
     try:
-        module, loss_fn = cli._load(name)
-    except cli.UsageError as error:
+        module, loss_fn = load_model(name)
+    except UsageError as error:
         raise DiagnoseError(f"--model {error}") from error
     except Exception as error:  # the user's function, or a damaged folder
         raise DiagnoseError(f"--model {name}: cannot be loaded ({first_line(error)})") from error
     module.to(getattr(torch, dtype)).train()
-    return module, loss_fn or (lambda batch: cli._token_mean(cli._logits(module, batch), batch["labels"]))
+    return module, loss_fn or (lambda batch: token_mean(logits_of(module, batch), batch["labels"]))
 
 
 def _batch(module: nn.Module, shape: Shape) -> dict[str, Tensor]:
-    from lightning_padmin import cli
-
     rows, width = shape
-    return cli._random_batch([width] * rows, cli._vocabulary(module), seed=0)
+    return random_batch([width] * rows, vocabulary_of(module), seed=0)
 
 
 def _on(device: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
