@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_padmin.errors import BatchError
 from lightning_padmin.fields import Field
-from lightning_padmin.integrations.trl_stock import POSITIONS
+from lightning_padmin.integrations.trl_stock import POSITIONS, release
 from lightning_padmin.layout import SlotMap
 
 COUNTS = ("num_images", "num_tiles")
@@ -33,6 +33,7 @@ _TENSORS = (
     "image_sizes",
 )
 NAMES = (*_TENSORS, *COUNTS)
+_OLDEST = (1, 16)
 FIELDS: dict[str, Field] = dict.fromkeys(NAMES, Field("row"))
 """What the lists of `by_row` are: one entry per row."""
 
@@ -44,11 +45,16 @@ def by_row(inputs: Mapping[str, Any]) -> dict[str, list[Any]]:
         inputs: prepared inputs of a trainer, or keyword arguments of its log-prob function; only read.
 
     Raises:
-        BatchError: counts do not fit the tensors, or are missing.
+        BatchError: counts do not fit the tensors, or are missing; TRL is too old.
     """
     tensors = {name: inputs[name] for name in _TENSORS if inputs.get(name) is not None}
     if not tensors:
         return {}
+    if release() < _OLDEST:
+        raise BatchError(
+            f"{', '.join(tensors)}: how releases before TRL 1.16 hand images over was not checked. Upgrade TRL, or "
+            "use PadMinConfig(enabled=False)"
+        )
     counts = {name: list(map(int, inputs[name])) for name in COUNTS if inputs.get(name) is not None}
     if "num_images" not in counts or "pixel_values" not in tensors:
         raise BatchError(f"{', '.join(tensors)}: without 'num_images' and 'pixel_values' nobody knows whose they are")

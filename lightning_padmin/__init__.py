@@ -25,6 +25,7 @@ from lightning_padmin.microbatch import (
 )
 from lightning_padmin.padded_forward import PaddedForward
 from lightning_padmin.planner import Plan, plan_micro_batches
+from lightning_padmin.sampler import LengthBucketBatchSampler
 from lightning_padmin.schema import Field
 from lightning_padmin.stats import PaddingStats
 from lightning_padmin.verify import Report, verify_equivalence
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Field",
+    "LengthBucketBatchSampler",
     "MicroBatch",
     "MicroBatcher",
     "MicroBatches",

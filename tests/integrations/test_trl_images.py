@@ -21,6 +21,8 @@ from lightning_padmin import PadMinWarning
 from lightning_padmin.errors import BatchError
 from lightning_padmin.integrations import trl_images, trl_passes, trl_stock, trl_window
 
+pytestmark = pytest.mark.skipif(cases.RELEASE < (1, 16), reason="refused, which is tested elsewhere")
+
 WORKER = Path(__file__).parents[1] / "distributed" / "trl_images_worker.py"
 MODES = ("split", "joint", "replay")
 OPTIONS = {"max_steps": 2, "beta": 0.2, "num_iterations": 2, "loss_type": "dapo"}

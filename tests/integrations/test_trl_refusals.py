@@ -9,13 +9,14 @@ import pytest
 
 pytest.importorskip("trl")
 
+import torch
 import transformers
 import trl
 import trl_cases as cases
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin.errors import ConfigError
-from lightning_padmin.integrations import trl_refusals, trl_stock
+from lightning_padmin.errors import BatchError, ConfigError
+from lightning_padmin.integrations import trl_images, trl_refusals, trl_stock
 from lightning_padmin.integrations.trl_trainers import PadMinGRPOTrainer, PadMinMixin, PadMinRLOOTrainer
 
 
@@ -64,6 +65,13 @@ def test_an_old_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl, "__version__", "0.28.9")
     with pytest.raises(ConfigError, match=r"trl 0\.28\.9: PadMinMixin needs trl>=0\.29"):
         PadMinGRPOTrainer(model=None, reward_funcs=None)
+
+
+def test_images_of_an_old_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl, "__version__", "1.15.2")
+    with pytest.raises(BatchError, match=r"pixel_values: how releases before TRL 1\.16 hand images over"):
+        trl_images.by_row({"pixel_values": torch.zeros(2, 3), "num_images": [1, 1]})
+    assert trl_images.by_row({"pixel_values": None}) == {}
 
 
 def test_a_missing_attribute() -> None:
