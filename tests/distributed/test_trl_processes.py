@@ -41,6 +41,8 @@ def record(values: dict[str, Any]) -> cases.Record:
 
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, modes in SCENARIOS.items() for mode in modes])
 def test_gradients_parameters_and_metrics(ranks: Ranks, name: str, mode: str) -> None:
+    if isinstance(ranks[0][name], str):
+        pytest.skip(ranks[0][name])
     for rank in ranks:
         assert rank[name][mode]["kind"] == "MULTI_CPU"
         found, wanted = record(rank[name][mode]), record(rank[name]["stock"])
@@ -72,7 +74,8 @@ def test_a_rank_that_runs_out_of_rows_keeps_in_step(ranks: Ranks) -> None:
 def test_modes_that_ranks_agree_on(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["dapo"]["auto"]["mode"] == "split"
-        assert rank["quantile"]["auto"]["mode"] == "replay"
+        if not isinstance(rank["quantile"], str):
+            assert rank["quantile"]["auto"]["mode"] == "replay"
         assert rank["couples_on_one_rank"]["auto"]["mode"] == "replay"
 
 
