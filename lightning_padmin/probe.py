@@ -19,6 +19,7 @@ from lightning_padmin.tree import iter_leaves, last_part
 
 Ints = NDArray[np.int64]
 _MOST_ROWS = 4
+_COARSE = 0.05  # a limit for half precision
 _NO_TOKENS = ("position_ids", "mask", "labels", "token_type_ids")
 
 
@@ -105,12 +106,25 @@ def _as_it_came(table: RowTable, rows: Ints, budget: int | None, multiple: int) 
 
 
 def tells_reductions(table: RowTable, groups: Sequence[Ints], limit: float) -> bool:
-    """Whether a token mean and a row mean differ on these groups by more than what may be rounding."""
-    if not table.by_token:  # both are the same
+    """Whether means over loss tokens, over rows and over all tokens differ on these groups by more than rounding."""
+    if not table.by_token:  # the first two are the same
         return True
-    tokens = np.array([table.loss_tokens[group].sum() for group in groups], dtype=np.float64)
-    rows = np.array([len(group) for group in groups], dtype=np.float64)
-    return bool(np.abs(tokens / tokens.sum() - rows / rows.sum()).max() > max(0.02, 1.5 * limit))
+    tokens = _shares(groups, table.loss_tokens)
+    rows = np.array([len(group) for group in groups]) / sum(map(len, groups))
+    tells_rows = float(np.abs(tokens - rows).max()) > max(0.02, 1.5 * limit)
+    spans = table.length.sum(axis=1)
+    without = (spans - table.loss_tokens)[table.loss_tokens > 0]
+    if limit >= _COARSE or without.max() <= 1:  # too fine a difference, or every token carries loss
+        return tells_rows
+    # A loss that counts prompts too, shifted or not, would pass where groups happen to hold the same part of both.
+    others = (_shares(groups, spans), _shares(groups, spans - 1))
+    return tells_rows and min(float(np.abs(tokens - other).max()) for other in others) > max(0.005, 1.5 * limit)
+
+
+def _shares(groups: Sequence[Ints], counts: Ints) -> NDArray[np.float64]:
+    sums = np.array([counts[group].sum() for group in groups], dtype=np.float64)
+    shares: NDArray[np.float64] = sums / max(sums.sum(), 1.0)
+    return shares
 
 
 def masked_tokens_vary(batch: Any, schema: Schema, table: RowTable, rows: Ints) -> bool:

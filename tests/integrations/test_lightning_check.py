@@ -111,6 +111,30 @@ def test_labels_made_in_the_step_are_named() -> None:
     assert len(module.gradients) == 1
 
 
+def rows_of(*pairs: tuple[int, int]) -> dict[str, Tensor]:
+    """A batch from (prompt, completion) lengths; completions carry loss."""
+    batch = make_batch([prompt + completion for prompt, completion in pairs])
+    for row, (prompt, _) in enumerate(pairs):
+        batch["labels"][row, :prompt] = -100
+    return batch
+
+
+def test_rows_that_cannot_tell_prompts_from_completions_are_not_the_last_word() -> None:
+    """(5, 12) and (2, 3): 12 of 15 targets, and 16 of 20 if prompts count too; both are 0.8."""
+
+    def everything(_: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        losses = token_losses(module.model(batch["input_ids"]), batch["input_ids"])
+        mask = batch["attention_mask"][:, 1:]
+        return (losses * mask).sum() / mask.sum()
+
+    alike, other = rows_of((3, 4), (6, 9), (2, 3), (5, 12)), rows_of((3, 4), (6, 9), (2, 9), (5, 7))
+    module = Step(everything)
+    with pytest.raises(GradientCheckError, match="loss_mask_key='attention_mask'"):
+        fit(module, [alike, other], padmin(token_budget=40))
+    assert len(module.gradients) == 1  # the first batch passed, by that coincidence
+    fit(Step(lambda losses, batch: losses.sum() / (batch["labels"][:, 1:] != -100).sum()), [alike, other], padmin())
+
+
 def test_other_weights_of_rows_are_recognised() -> None:
     def by_importance(losses: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return (losses.sum(1) * batch["importance"]).sum() / batch["importance"].sum()
