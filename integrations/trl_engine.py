@@ -49,6 +49,11 @@ _NOT_OF_LOG_PROBS = (
     "log-probs twice, or penalises parameters"
 )
 
+_NOT_POOLED = (
+    "your class has its own _prepare_inputs, and what it makes of later micro-batches is not known in time: rows of "
+    "each are regrouped by themselves, not those of the whole accumulation window, which would leave less padding"
+)
+
 
 class Engine:
     """Runs the passes of one trainer in chunks.
@@ -226,6 +231,8 @@ class Engine:
         """The passes of the window that begins with this step; None if it has to run in joint mode."""
         trainer = self._trainer
         entries = trl_stock.upcoming(trainer, inputs, self._position)
+        if trl_stock.prepares_itself(type(trainer)):
+            self._say(_NOT_POOLED)
         slots = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
         window = Window(entries, self._batcher(self._with_budget(slots), min_micro_batches=len(entries)))
         self._look_at_prompts(first_tokens(window.batches.table, window.completion))

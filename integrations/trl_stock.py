@@ -88,7 +88,7 @@ def upcoming(trainer: Any, inputs: Mapping[str, Any], position: int) -> Sequence
         position: this step's place in its accumulation window.
     """
     buffered = trainer._buffered_inputs
-    if buffered is None or _prepares_itself(type(trainer)):
+    if buffered is None or prepares_itself(type(trainer)):
         return [inputs]
     first = trainer._step % trainer.args.steps_per_generation
     left = max(trainer.current_gradient_accumulation_steps - position, 1)
@@ -96,7 +96,7 @@ def upcoming(trainer: Any, inputs: Mapping[str, Any], position: int) -> Sequence
     return entries if entries and entries[0] is inputs else [inputs]
 
 
-def _prepares_itself(kind: type) -> bool:
+def prepares_itself(kind: type) -> bool:
     """Whether a class of the user's changes prepared inputs, which it has not done yet for the steps to come."""
     packages = ("trl", "transformers", "lightning_padmin")
     return any(

@@ -60,7 +60,6 @@ class Timed:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Stock, timed."""
-        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]  # generation is not the update
         start = time.perf_counter()
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         self._spent += time.perf_counter() - start
@@ -69,10 +68,11 @@ class Timed:
             self._spent = 0.0
         return loss
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        if isinstance(inputs, dict) and "completion_ids" in inputs:
-            return inputs
-        return super()._prepare_inputs(inputs)  # type: ignore[misc]
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        start = time.perf_counter()
+        outputs = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        self._spent -= time.perf_counter() - start  # generation is not the update
+        return outputs
 
 
 class Stock(Timed, Scripted, GRPOTrainer):
