@@ -40,12 +40,13 @@ def threads() -> Any:
 
 
 @needs_tokenizer
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("arch", "mode"),
-    [("lfm2", "auto"), pytest.param("bamba", "replay", marks=SLOW), pytest.param("lfm2", "joint", marks=SLOW)],
+    [
+        ("lfm2", "auto"),
+        pytest.param("bamba", "replay", marks=pytest.mark.slow),
+        pytest.param("lfm2", "joint", marks=pytest.mark.slow),
+    ],
 )
 def test_grpo(arch: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     records: list[Any] = []
