@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -300,6 +300,9 @@ def synchronised(trainer: Trainer, is_last: bool) -> AbstractContextManager[Any]
     engine = find_engine(trainer.strategy)
     if engine is not None:
         return accumulation_boundary(engine, is_last=is_last)
+    if is_sharded(trainer):
+        # Lightning would enter FSDP1's no_sync, in which gradients are kept whole on every rank.
+        return nullcontext()
     has_static_graph = bool(getattr(trainer.strategy.model, "static_graph", False))
     context = utilities._block_parallel_sync_behavior(trainer.strategy, block=not is_last and not has_static_graph)
     return cast("AbstractContextManager[Any]", context)

@@ -137,6 +137,7 @@ class PadMinTrainerMixin:
         self._padmin_pooling.min_micro_batches = len(batches)
         chunks = self._padmin_pooling.prepare_window(batches)
         guard = self._padmin_guard(chunks)
+        num_items = self._padmin_without_lost(num_items, chunks, batches)
         shares = []
         for step, batch in enumerate(batches):
             share = _Share(batch)
@@ -145,6 +146,17 @@ class PadMinTrainerMixin:
             shares.append(share)
         self._padmin_count(chunks.stats)
         return shares, num_items
+
+    def _padmin_without_lost(self, num_items: Any, chunks: MicroBatches, batches: list[Any]) -> Any:
+        """The number of targets as in a right-padded window: those predicted from padding are none once rolled.
+
+        Stock counts labels from the second column on, so that in a right-padded batch the first token's is not counted.
+        """
+        shifts = getattr(self, "_loss_shifts_labels", True) and "shift_labels" not in batches[0]
+        if not shifts or not chunks.lost_targets:
+            return num_items
+        of_all = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
+        return num_items - (chunks.lost_targets if of_all else chunks.table.lost_targets)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: forward and backward passes of its chunks."""

@@ -122,12 +122,12 @@ class MicroBatcher:
         return local
 
     def _message(self, local: tuple[Schema, RowTable, Plan] | None, error: Exception | None) -> list[int]:
-        """Error code, micro-batches, slots, the total row weight (a float64's bits), and slots of the largest."""
+        """Error code, micro-batches, slots, row weight (a float64's bits), slots of the largest, lost targets."""
         if local is None:
-            return [_code(error), 0, 0, 0, 0]
+            return [_code(error), 0, 0, 0, 0, 0]
         _, table, plan = local
         total = np.float64(table.weight.sum()).view(np.int64)
-        return [0, len(plan), plan.slots, int(total), int(plan.slots_per_group.max())]
+        return [0, len(plan), plan.slots, int(total), int(plan.slots_per_group.max()), table.lost_targets]
 
     def read(self, batch: Any) -> tuple[Schema, RowTable]:
         """Schema and row table of a batch; raises PadMinError for one that cannot be understood."""
@@ -214,7 +214,7 @@ class MicroBatcher:
         )
         grows = self._largest is None or bool((agreed[:, 4] > self._largest).any())
         self._largest = agreed[:, 4] if self._largest is None else np.maximum(agreed[:, 4], self._largest)
-        return MicroBatches(batch, schema, table, plan, maps, weights, shares, stats, grows)
+        return MicroBatches(batch, schema, table, plan, maps, weights, shares, stats, grows, int(agreed[:, 5].sum()))
 
     @staticmethod
     def _dummy_row(table: RowTable) -> NDArray[np.int64]:

@@ -62,6 +62,7 @@ class MicroBatches(Sequence[MicroBatch]):
         shares: (K,) float64, share of each micro-batch in a mean over the batch; sums to 1, 0 for dummies. Unlike
             the weights also for a summed loss, a global mean, and a batch without loss tokens.
         grows: on some rank a micro-batch has more slots than any before it.
+        lost_targets: targets of all ranks that the roll has taken, see `RowTable`.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class MicroBatches(Sequence[MicroBatch]):
         shares: NDArray[np.float64],
         stats: PaddingStats,
         grows: bool = True,
+        lost_targets: int = 0,
     ) -> None:
-        self.grows = grows
+        self.grows, self.lost_targets = grows, lost_targets
         self._batch, self.schema = batch, schema
         self.table, self.plan, self.stats = table, plan, stats
         self.slot_maps, self.weights, self.shares = tuple(slot_maps), weights, shares
