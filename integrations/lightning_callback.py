@@ -41,8 +41,15 @@ from lightning_padmin.config import (
     option_names,
     refuses_unknown_options,
 )
-from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone, exchange_at_end
-from lightning_padmin.errors import ConfigError, PadMinWarning
+from lightning_padmin.distributed import (
+    Exchange,
+    board_alone,
+    board_of_all,
+    exchange_all,
+    exchange_alone,
+    exchange_at_end,
+)
+from lightning_padmin.errors import ConfigError, PadMinWarning, PeerError
 from lightning_padmin.guards import (
     Finding,
     batch_statistics,
@@ -278,7 +285,7 @@ class PadMinCallback(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the Trainer as it was."""
-        if isinstance(exception, OutOfMemoryError):
+        if isinstance(exception, OutOfMemoryError | PeerError):
             pl_module.zero_grad(set_to_none=True)  # of a part of a batch
         self._remove()
 
@@ -333,7 +340,8 @@ class PadMinCallback(pl.Callback):
     def _guard(self, micro_batches: MicroBatches) -> MemoryGuard:
         assert self._trainer is not None
         tells = lightning_loop.has_passes_of_its_own(self._trainer)
-        return MemoryGuard(micro_batches, self._exchange if tells else exchange_alone, self._trainer.global_rank)
+        board = board_of_all() if tells and micro_batches.grows else board_alone
+        return MemoryGuard(micro_batches, board, self._trainer.global_rank)
 
     def _make_batcher(self, config: PadMinConfig, module: pl.LightningModule) -> MicroBatcher:
         check = None if module.automatic_optimization else self._loops.refuse_unfinished

@@ -104,7 +104,7 @@ class SplitOptimization(_AutomaticOptimization):
             self._progress(0, 1)
             whole = OrderedDict(kwargs, batch=micro_batches[0].batch)
             return _guarded(super()._make_closure(whole, optimizer, batch_idx), self._guard(micro_batches))
-        return _SplitClosure(self, micro_batches, kwargs, optimizer, batch_idx)
+        return _SplitClosure(self, micro_batches, kwargs, optimizer, batch_idx, self._guard(micro_batches))
 
 
 def _guarded(closure: Closure, guard: MemoryGuard) -> Closure:
@@ -168,10 +168,11 @@ class _SplitClosure(Closure):
         kwargs: OrderedDict[str, Any],
         optimizer: Optimizer,
         batch_idx: int,
+        guard: MemoryGuard,
     ) -> None:
         backward, zero_grad = loop._make_backward_fn(optimizer), loop._make_zero_grad_fn(batch_idx, optimizer)
         super().__init__(lambda: ClosureResult(None), backward, zero_grad)
-        self._loop, self._micro_batches, self._kwargs = loop, micro_batches, kwargs
+        self._loop, self._micro_batches, self._kwargs, self._guard = loop, micro_batches, kwargs, guard
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
@@ -179,22 +180,22 @@ class _SplitClosure(Closure):
         results = trainer.fit_loop.epoch_loop._results
         recorder = LogRecorder(self._micro_batches, self._loop._log_reduce, trainer.accumulate_grad_batches)
         results.log = torch.compiler.disable(recorder.log)  # type: ignore[no-untyped-call]  # as the original is
-        guard = self._loop._guard(self._micro_batches)
         try:
-            outcomes = [self._run(k, recorder, guard) for k in range(len(self._micro_batches))]
+            outcomes = [self._run(k, recorder) for k in range(len(self._micro_batches))]
         finally:
             del results.log
         recorder.replay(results.log)
         self._loop._logged.update(recorder.names)
         return self._merge(outcomes)
 
-    def _run(self, k: int, recorder: LogRecorder, guard: MemoryGuard) -> tuple[Tensor, dict[str, Any]] | None:
+    def _run(self, k: int, recorder: LogRecorder) -> tuple[Tensor, dict[str, Any]] | None:
         """One micro-batch; returns its weighted, detached loss and the rest of training_step's output."""
-        loop, trainer, micro = self._loop, self._loop.trainer, self._micro_batches[k]
-        loop._progress(k, micro.count)
+        loop, trainer = self._loop, self._loop.trainer
+        loop._progress(k, len(self._micro_batches))
         recorder.begin(k)
         with ExitStack() as stack:
-            stack.enter_context(guard.around(k))
+            stack.enter_context(self._guard.around(k))
+            micro = self._micro_batches[k]
             stack.enter_context(synchronised(trainer, micro.is_last))
             if micro.is_dummy:
                 stack.enter_context(MetricGuard(trainer.lightning_module))
@@ -202,7 +203,7 @@ class _SplitClosure(Closure):
             if reduces_in_hooks and not self._micro_batches.table.has_loss:
                 stack.enter_context(_zero_for_undefined_loss(trainer.lightning_module))
             result = loop._training_step(OrderedDict(self._kwargs, batch=micro.batch))
-            guard.forward_is_done(k)
+            self._guard.forward_is_done(k)
             if k == 0 and self._zero_grad_fn is not None:
                 self._zero_grad_fn()
             if result.closure_loss is None:

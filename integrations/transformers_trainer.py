@@ -30,9 +30,9 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
+from lightning_padmin.distributed import Exchange, board_alone, board_of_all, exchange_all, exchange_alone
 from lightning_padmin.environment import resolve_for_class
-from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
+from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning, PeerError
 from lightning_padmin.gradient_check import check_gradients
 from lightning_padmin.guards import (
     ArchitectureError,
@@ -82,7 +82,6 @@ class PadMinTrainerMixin:
 
     def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
         self._padmin = resolve_for_class(padmin)
-        self._padmin_pass: tuple[float, Callable[[], None]] | None = None  # weight, and whom to tell of its forward
         self._padmin_told = self._padmin.check == "off"
         self._padmin_checked = 0
         self.padding_stats = PaddingStats()
@@ -119,7 +118,8 @@ class PadMinTrainerMixin:
         """Only with DistributedDataParallel do ranks meet in the last pass alone."""
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
         tells = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-        return MemoryGuard(chunks, self._padmin_exchange if tells else exchange_alone, accelerator.process_index)
+        board = board_of_all() if tells and chunks.grows else board_alone
+        return MemoryGuard(chunks, board, accelerator.process_index)
 
     @property
     def _padmin_exchange(self) -> Exchange:
@@ -181,29 +181,37 @@ class PadMinTrainerMixin:
         total: Any = 0.0
         try:
             for k in indices:
-                micro = chunks[k]
-                self._padmin_pass = micro.weight, partial(guard.forward_is_done, k)
                 with guard.around(k), self._padmin_synchronised(model, k == indices[-1]):
-                    total = total + stock(model, micro.batch, num_items_in_batch)
-        except OutOfMemoryError:
+                    micro = chunks[k]
+                    with self._padmin_weighted(micro.weight, partial(guard.forward_is_done, k)):
+                        total = total + stock(model, micro.batch, num_items_in_batch)
+        except (OutOfMemoryError, PeerError):
             model.zero_grad(set_to_none=True)  # gradients of a part of a batch
             raise
-        finally:
-            self._padmin_pass = None
         return total  # type: ignore[no-any-return]
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Stock, times the weight of the chunk."""
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        if self._padmin_pass is None:
-            return result
-        weight, is_done = self._padmin_pass
-        is_done()
-        loss, outputs = result if return_outputs else (result, None)
-        loss = loss * weight
-        return (loss, outputs) if return_outputs else loss
+    @contextmanager
+    def _padmin_weighted(self, weight: float, forward_is_done: Callable[[], None]) -> Iterator[None]:
+        """Has `compute_loss`, whichever class defines it, return its loss times the weight of the chunk."""
+        own = vars(self).get("compute_loss")
+        stock = self.compute_loss  # type: ignore[attr-defined]
+        # Called with all that stock calls it with; what it returns depends on this argument.
+        position = list(inspect.signature(Trainer.compute_loss).parameters).index("return_outputs") - 1
+
+        def compute_loss(*args: Any, **options: Any) -> Any:
+            result = stock(*args, **options)
+            forward_is_done()
+            if args[position] if len(args) > position else options.get("return_outputs", False):
+                return (result[0] * weight, *result[1:])
+            return result * weight
+
+        vars(self)["compute_loss"] = compute_loss
+        try:
+            yield
+        finally:
+            del vars(self)["compute_loss"]
+            if own is not None:
+                vars(self)["compute_loss"] = own
 
     @contextmanager
     def _padmin_synchronised(self, model: Any, is_last: bool) -> Iterator[None]:
@@ -238,7 +246,8 @@ class PadMinTrainerMixin:
         def loss(inputs: Any) -> Tensor:
             prepared = self._prepare_inputs(dict(inputs))  # type: ignore[attr-defined]
             with self.compute_loss_context_manager():  # type: ignore[attr-defined]
-                value: Tensor = self.compute_loss(model, prepared, num_items_in_batch=num_items)
+                compute_loss: Any = self.compute_loss  # type: ignore[attr-defined]
+                value: Tensor = compute_loss(model, prepared, num_items_in_batch=num_items)
             return value
 
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.integrations import trl_stock
-from lightning_padmin.integrations.trl_passes import Passes, gradients_of, leaves_of
+from lightning_padmin.integrations.trl_passes import Passes, RandomState, gradients_of, leaves_of
 from lightning_padmin.integrations.trl_window import Entry
 
 _TOLERANCE = 1e-4
@@ -61,18 +61,24 @@ def _verdict(trainer: Any, model: Any, passes: Passes, need_rows: bool) -> tuple
     if not _is_of_log_probs(trainer, model, passes):
         return Verdict.NOT_OF_LOG_PROBS, 0.0
     entries = passes.window.entries
+    draw = RandomState()  # the same random numbers in every call of the loss
     wholes = [
-        _gradients(trainer, passes, entry, torch.arange(len(entry.inputs["completion_ids"]))) for entry in entries
+        _gradients(trainer, passes, entry, torch.arange(len(entry.inputs["completion_ids"])), draw) for entry in entries
     ]
     scale = max(_largest(each) for whole in wholes for each in whole if each is not None)
     if not 0 < scale < float("inf"):
         return Verdict.CANNOT_TELL, 0.0
-    padding = max(_of_padding(trainer, passes, entry, whole) for entry, whole in zip(entries, wholes, strict=True))
+    if _draws(trainer, passes, entries[0], wholes[0], draw) > _TOLERANCE * scale:
+        return Verdict.NOT_OF_LOG_PROBS, 0.0
+    padding = max(
+        _of_padding(trainer, passes, entry, whole, draw) for entry, whole in zip(entries, wholes, strict=True)
+    )
     if padding > _TOLERANCE * scale:
         return Verdict.READS_PADDING, padding / scale
     if not need_rows:
         return Verdict.SEPARATES, 0.0
-    worst = max(_difference(trainer, passes, entry, whole) for entry, whole in zip(entries, wholes, strict=True))
+    worst = max(_difference(trainer, passes, entry, whole, draw) for entry, whole in zip(entries, wholes, strict=True))
+    worst = max(worst, _of_calls(trainer, passes, entries[0], wholes[0], draw))
     return (Verdict.SEPARATES if worst <= _TOLERANCE * scale else Verdict.COUPLES), worst / scale
 
 
@@ -94,7 +100,28 @@ def _calls_of(trainer: Any, model: Any) -> Iterator[list[None]]:
         hook.remove()
 
 
-def _of_padding(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None]) -> float:
+def _draws(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None], draw: RandomState) -> float:
+    """How far gradients differ with other random numbers: each chunk would draw its own."""
+    with draw.again():
+        torch.rand(101)
+        torch.rand(101, device=entry.buffers[0].device if entry.buffers[0] is not None else None)
+        other = RandomState()
+    found = _gradients(trainer, passes, entry, torch.arange(len(entry.inputs["completion_ids"])), other)
+    return max(_largest(f - w) for f, w in zip(found, whole, strict=True) if f is not None and w is not None)
+
+
+def _of_calls(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None], draw: RandomState) -> float:
+    """How far gradients differ in a second call: a loss that counts its calls must be called once per micro-batch."""
+    leaves = leaves_of(entry.buffers)
+    with torch.enable_grad(), trl_stock.without_trace(trainer), draw.again():
+        passes.stock_loss(entry.inputs, [None if leaf is None else leaf.detach() for leaf in leaves])
+        draw.restore()
+        loss, _ = passes.stock_loss(entry.inputs, leaves)
+    pairs = zip(gradients_of(loss, leaves), whole, strict=True)
+    return max(_largest(f - w) for f, w in pairs if f is not None and w is not None)
+
+
+def _of_padding(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None], draw: RandomState) -> float:
     """The largest gradient where completions have no tokens, or change of one elsewhere by what stands there.
 
     What stands there for this is not zero, as in the log-probs of the reference model: a divergence between two equal
@@ -106,7 +133,7 @@ def _of_padding(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tens
         None if leaf is None else torch.where(padding.to(leaf.device), leaf + value, leaf)
         for leaf, value in zip(leaves, _ON_PADDING, strict=False)
     ]
-    with torch.enable_grad(), trl_stock.without_trace(trainer):
+    with torch.enable_grad(), trl_stock.without_trace(trainer), draw.again():
         loss, _ = passes.stock_loss(entry.inputs, filled)
     found = gradients_of(loss, leaves)
     pairs = [(f, w) for f, w in zip(found, whole, strict=True) if f is not None and w is not None]
@@ -137,11 +164,11 @@ def refuse_readers_of_padding(values: Sequence[Tensor | None], padding: Tensor) 
     return changed
 
 
-def _difference(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None]) -> float:
+def _difference(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None], draw: RandomState) -> float:
     """Between the gradients of all rows at once and of some rows at a time, the largest."""
     rows = len(entry.inputs["completion_ids"])
     parts = min(rows, _MOST_PARTS)
-    found = [_gradients(trainer, passes, entry, torch.arange(part, rows, parts)) for part in range(parts)]
+    found = [_gradients(trainer, passes, entry, torch.arange(part, rows, parts), draw) for part in range(parts)]
     largest = 0.0
     for wanted, *each in zip(whole, *found, strict=True):
         if wanted is not None:
@@ -149,11 +176,11 @@ def _difference(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tens
     return largest
 
 
-def _gradients(trainer: Any, passes: Passes, entry: Entry, rows: Tensor) -> list[Tensor | None]:
+def _gradients(trainer: Any, passes: Passes, entry: Entry, rows: Tensor, draw: RandomState) -> list[Tensor | None]:
     """Of the stock loss at the buffers, where only these rows have run."""
     leaves = leaves_of(entry.buffers)
     live = [_only(leaf, rows, factor) for leaf, factor in zip(leaves, _ELSEWHERE, strict=False)]
-    with torch.enable_grad(), trl_stock.without_trace(trainer):
+    with torch.enable_grad(), trl_stock.without_trace(trainer), draw.again():
         loss, _ = passes.stock_loss(entry.inputs, live)
     return gradients_of(loss, leaves)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
-from lightning_padmin.errors import ConfigError, PadMinError, PadMinWarning
+from lightning_padmin.distributed import Exchange, board_alone, board_of_all, exchange_all, exchange_alone
+from lightning_padmin.errors import ConfigError, PadMinError, PadMinWarning, PeerError
 from lightning_padmin.guards import inspect_model, row_limit, with_scan_chunk
 from lightning_padmin.integrations import trl_images, trl_stock
 from lightning_padmin.integrations.trl_check import READS_PADDING, Verdict, refuse_readers_of_padding, separates
@@ -46,7 +46,7 @@ _NO_LIMIT = 2**40
 _COUPLES = "gradients of the loss at the log-probs change by {:.2g} when rows are split, so it couples rows"
 _NOT_OF_LOG_PROBS = (
     "the loss has a part that does not come from the log-probs of its rows: it runs the model itself, asks for "
-    "log-probs twice, or penalises parameters"
+    "log-probs twice, penalises parameters, or draws random numbers"
 )
 
 _NOT_POOLED = (
@@ -128,10 +128,11 @@ class Engine:
             config = replace(config, token_budget=_NO_LIMIT, launch_cost=_NO_LIMIT, max_rows=None)
         training = torch.is_grad_enabled()
         no_sync = self._no_sync_of(model) if training else None
-        batches = self._batcher(config).prepare_made(tokens)
+        batches = self._batcher(config, min_micro_batches=0).prepare_made(tokens)
         self._look_at_prompts(first_tokens(batches.table, logits_to_keep))
         order = trl_images.in_order(batches.slot_maps, images.get("num_images"))
-        outputs = score_all(stock, model, batches, logits_to_keep, options, order, no_sync)
+        guard = MemoryGuard(batches, rank=self._rank)
+        outputs = score_all(stock, model, batches, logits_to_keep, options, order, guard, no_sync)
         if training:
             completion = attention_mask[:, -logits_to_keep:]
             self._count(replace(batches.stats, loss_tokens=int(completion.sum())))
@@ -147,11 +148,14 @@ class Engine:
                 "nothing before it, so its log-prob is not that of the trainer without PadMinMixin"
             )
 
-    def _batcher(self, config: PadMinConfig, min_micro_batches: int = 1) -> MicroBatcher:
-        """Kept between batches, so that it says things once; the budget may follow the width of the batch."""
+    def _batcher(self, config: PadMinConfig, min_micro_batches: int) -> MicroBatcher:
+        """Kept between batches, so that it says things once; the budget may follow the width of the batch.
+
+        Passes that only score (0) have one of their own: those that train take more memory.
+        """
         if min_micro_batches not in self._batchers:
             self._batchers[min_micro_batches] = MicroBatcher(
-                config, exchange=self._exchange, row_limit=self._row_limit, min_micro_batches=min_micro_batches
+                config, exchange=self._exchange, row_limit=self._row_limit, min_micro_batches=max(1, min_micro_batches)
             )
         batcher = self._batchers[min_micro_batches]
         batcher.config = config
@@ -159,6 +163,11 @@ class Engine:
 
     def _with_budget(self, slots: int) -> PadMinConfig:
         return self._config if self._config.token_budget is not None else replace(self._config, token_budget=slots)
+
+    @property
+    def _rank(self) -> int:
+        rank: int = self._trainer.accelerator.process_index
+        return rank
 
     @property
     def _exchange(self) -> Exchange:
@@ -193,7 +202,7 @@ class Engine:
                     loss = stock(model, inputs, num_items_in_batch)
         except BaseException as error:
             self.reset()
-            if isinstance(error, OutOfMemoryError):
+            if isinstance(error, OutOfMemoryError | PeerError):
                 model.zero_grad(set_to_none=True)  # gradients of a part of a batch
             raise
         self._position = 0 if ends else self._position + 1
@@ -239,8 +248,8 @@ class Engine:
         # As it is now: while chunks run, an attribute of the trainer stands in its place.
         loss = partial(self._stock_loss, trainer.compute_loss, num_items_in_batch)
         tells = trl_stock.distributed_type(trainer) != "FSDP"  # whose passes are collective
-        exchange, rank = self._exchange if tells else exchange_alone, trainer.accelerator.process_index
-        guard = MemoryGuard(window.batches, exchange, rank, last=window.order[-1])
+        board = board_of_all() if tells and window.batches.grows else board_alone
+        guard = MemoryGuard(window.batches, board, self._rank, last=window.order[-1])
         passes = Passes(trainer, window, partial(self._score, model, window), partial(loss, model), guard)
         if not self._checked and (self.mode == "replay" or len(window.batches) > 1):
             self._check(model, passes)

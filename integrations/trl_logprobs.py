@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_padmin.integrations.trl_images import joined
 from lightning_padmin.layout import SlotMap
+from lightning_padmin.memory import MemoryGuard
 from lightning_padmin.rows import RowTable
 from lightning_padmin.sequence import MicroBatch, MicroBatches
 
@@ -75,6 +76,7 @@ def score_all(
     completion: int,
     options: Mapping[str, Any],
     order: Sequence[int],
+    guard: MemoryGuard,
     no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> tuple[Any, ...]:
     """What the stock function returns for a whole batch, computed in chunks that keep one graph.
@@ -86,11 +88,12 @@ def score_all(
         completion: columns T.
         options: further keyword arguments.
         order: in which the micro-batches run.
+        guard: names the budget where memory does not suffice.
         no_sync: entered for all forward passes but the last, where only that may arm the reducer.
     """
     scores: dict[int, Scores] = {}
     for k in order:
-        with nullcontext() if k == order[-1] or no_sync is None else no_sync():
+        with guard.around(k), nullcontext() if k == order[-1] or no_sync is None else no_sync():
             scores[k] = score_chunk(stock, model, batches[k], batches.slot_maps[k], completion, options)
     chunks = [scores[k] for k in range(len(batches))]
     per_token = (_join(batches, list(parts)) for parts in zip(*(chunk.per_token for chunk in chunks), strict=True))

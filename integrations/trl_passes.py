@@ -49,7 +49,8 @@ class Passes:
         with torch.no_grad():
             for chunk in range(len(window.batches)):
                 self._draws.append(RandomState())
-                scores = self._score(chunk)
+                with MemoryGuard(window.batches, rank=self.trainer.accelerator.process_index).alone(chunk):
+                    scores = self._score(chunk)
                 window.start_buffers(scores)
                 if not window.batches[chunk].is_dummy:
                     window.store(chunk, scores)

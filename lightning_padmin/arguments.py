@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.environment import BY_ITS_CLASS, parse_option, resolve
+from lightning_padmin.environment import BY_ITS_CLASS, is_main_process, parse_option, resolve, say_once
 from lightning_padmin.errors import ConfigError
 
 _PREFIX = "padmin_"
@@ -83,7 +83,10 @@ class PadMinArguments:
             value = getattr(self, _PREFIX + name)
             if value is not None:
                 given[name] = _parsed(name, value)
-        return resolve(arguments=given, otherwise=BY_ITS_CLASS).config
+        resolved = resolve(arguments=given, otherwise=BY_ITS_CLASS)
+        if not resolved.source.startswith(BY_ITS_CLASS.source):
+            say_once(resolved, is_main_process())
+        return resolved.config
 
 
 def _parsed(name: str, value: Any) -> Any:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from lightning_padmin.errors import PadMinError, PeerError
 Exchange: TypeAlias = Callable[[Sequence[int]], NDArray[np.int64]]
 """Takes this rank's integers, returns those of all ranks: (world, n), row r from rank r."""
 
-_ends = itertools.count()
+_ends, _boards = itertools.count(), itertools.count()
 
 
 def exchange_alone(values: Sequence[int]) -> NDArray[np.int64]:
@@ -81,6 +82,74 @@ def exchange_at_end(values: Sequence[int], timeout: float = 10.0) -> NDArray[np.
     except RuntimeError:  # DistStoreError, DistNetworkError
         return None
     return np.array(table, dtype=np.int64)
+
+
+class Board(Protocol):
+    """Where every rank writes integers, round by round, and reads those of all; not a collective."""
+
+    def post(self, values: Sequence[int]) -> None:
+        """Writes this rank's integers of the current round; does not wait."""
+
+    def read(self) -> NDArray[np.int64]:
+        """Waits for those of all ranks, (world, n), and goes on to the next round."""
+
+    def wait_until_read(self, timeout: float) -> None:
+        """Waits until all other ranks have read the current round, at most `timeout` seconds."""
+
+
+class _Alone:
+    def __init__(self) -> None:
+        self._values: Sequence[int] = ()
+
+    def post(self, values: Sequence[int]) -> None:
+        self._values = values
+
+    def read(self) -> NDArray[np.int64]:
+        return exchange_alone(self._values)
+
+    def wait_until_read(self, timeout: float) -> None:
+        pass
+
+
+class _StoreBoard:
+    """In the key-value store of the process group."""
+
+    def __init__(self) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._name, self._round = f"padmin/board{next(_boards)}", 0  # the same on every rank
+        # As long as a collective would wait.
+        self._patience: timedelta = getattr(self._store, "timeout", timedelta(minutes=30))
+
+    def _keys(self, what: str) -> list[str]:
+        return [f"{self._name}/{self._round}/{what}/{rank}" for rank in range(self._world)]
+
+    def post(self, values: Sequence[int]) -> None:
+        self._store.set(self._keys("said")[self._rank], ",".join(map(str, values)))
+
+    def read(self) -> NDArray[np.int64]:
+        keys = self._keys("said")
+        try:
+            self._store.wait(keys, self._patience)
+            table = [[int(value) for value in self._store.get(key).decode().split(",")] for key in keys]
+            self._store.set(self._keys("read")[self._rank], "")
+        except RuntimeError as error:  # DistStoreError, DistNetworkError
+            raise PeerError(f"another rank has left, or answers no longer ({error})") from error
+        self._round += 1
+        return np.array(table, dtype=np.int64)
+
+    def wait_until_read(self, timeout: float) -> None:
+        others = [key for rank, key in enumerate(self._keys("read")) if rank != self._rank]
+        with suppress(RuntimeError):
+            self._store.wait(others, timedelta(seconds=timeout))
+
+
+board_alone: Board = _Alone()
+
+
+def board_of_all() -> Board:
+    """A board of all ranks, to be made equally often on each; of this process alone where no group is initialised."""
+    return board_alone if world_size() == 1 else _StoreBoard()
 
 
 def raise_together(error: Exception | None, codes: NDArray[np.int64]) -> None:

@@ -38,6 +38,8 @@ __all__ = [
     "sync_on_last",
 ]
 
+_FIRST = 20
+
 
 class MicroBatcher:
     """Prepares one batch after the other, with what must be remembered between them.
@@ -70,6 +72,7 @@ class MicroBatcher:
         self._declared, self._last_schema = schema, schema
         self._exchange = exchange or exchange_alone
         self._largest: NDArray[np.int64] | None = None  # micro-batch so far, in slots, by rank
+        self._prepared = 0
         self._said: set[str] = set()
 
     def prepare(self, batch: Any) -> MicroBatches:
@@ -212,7 +215,9 @@ class MicroBatcher:
             wait_slots=int(agreed[:, 2].max()) - planned_slots,
             longest_row=int(table.length.sum(axis=1).max()),
         )
-        grows = self._largest is None or bool((agreed[:, 4] > self._largest).any())
+        # The first batches too: gradients and the optimizer's states take memory only after a step or two.
+        grows = self._prepared < _FIRST or self._largest is None or bool((agreed[:, 4] > self._largest).any())
+        self._prepared += 1
         self._largest = agreed[:, 4] if self._largest is None else np.maximum(agreed[:, 4], self._largest)
         return MicroBatches(batch, schema, table, plan, maps, weights, shares, stats, grows, int(agreed[:, 5].sum()))
 

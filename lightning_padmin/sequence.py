@@ -61,7 +61,8 @@ class MicroBatches(Sequence[MicroBatch]):
         weights: (K,) float64, weight of each micro-batch's loss; zeros where the batch has no loss tokens at all.
         shares: (K,) float64, share of each micro-batch in a mean over the batch; sums to 1, 0 for dummies. Unlike
             the weights also for a summed loss, a global mean, and a batch without loss tokens.
-        grows: on some rank a micro-batch has more slots than any before it.
+        grows: memory may not suffice: one of the first batches, or on some rank a micro-batch has more slots than any
+            before it.
         lost_targets: targets of all ranks that the roll has taken, see `RowTable`.
     """
 

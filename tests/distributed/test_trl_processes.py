@@ -92,9 +92,8 @@ def test_all_ranks_refuse_what_one_refuses(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_both_ranks_hear_of_one_that_runs_out_of_memory(ranks: Ranks, which: int) -> None:
-    first, second = (rank["out_of_memory"][which] for rank in ranks)
-    assert first == second
-    assert first.startswith("OutOfMemoryError: out of memory on rank 1 in micro-batch ")
+    for rank in ranks:
+        assert rank["out_of_memory"][which].startswith("OutOfMemoryError: out of memory on rank 1 in micro-batch ")
 
 
 # FSDP, through an Accelerate that is told that it is on devices.

@@ -320,3 +320,34 @@ def test_a_malformed_batch_is_named() -> None:
     with pytest.raises(BatchError, match=r"'labels' is set on .* padding slots"):
         train(Ours, padmin=BUDGET, collator=broken)
     assert issubclass(PadMinWarning, UserWarning)
+
+
+class OwnLoss:
+    """A loss in the body of the user's class, which asks nobody else, as documentation shows it."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        losses = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), inputs["labels"][:, 1:], reduction="none")
+        loss = losses.sum() / (inputs["labels"][:, 1:] != -100).sum()
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+@pytest.mark.parametrize("order", ["in the class's body", "behind the mixin"])
+def test_a_loss_of_the_users_own(order: str) -> None:
+    class Stock(OwnLoss, Trainer):
+        pass
+
+    class Body(OwnLoss, PadMinTrainerMixin, Trainer):
+        pass
+
+    class Behind(PadMinTrainerMixin, OwnLoss, Trainer):
+        pass
+
+    kind = Body if order == "in the class's body" else Behind
+    stock, ours = train(Stock, llama), train(kind, llama, PadMinConfig(token_budget=64, launch_cost=4))
+    assert len(stock.gradients) == len(ours.gradients) > 1
+    for mine, theirs in zip(ours.gradients, stock.gradients, strict=True):
+        assert float((mine - theirs).abs().max() / theirs.abs().max()) <= 1e-5
+    assert losses(ours) == pytest.approx(losses(stock), abs=1e-5)
+    assert "compute_loss" not in vars(ours.trainer)
+    assert ours.trainer.padding_stats.micro_batches > ours.trainer.padding_stats.batches

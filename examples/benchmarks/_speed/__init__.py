@@ -1,0 +1,1 @@
+"""What the benchmarks of this folder share: lengths, models, ways to run a batch, the update, and the tables."""
