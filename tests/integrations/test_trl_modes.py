@@ -380,6 +380,7 @@ def fail_and_train_again(kind: type, padmin: PadMinConfig | None) -> cases.Recor
     return cases.run(trainer)
 
 
+@pytest.mark.filterwarnings("ignore:.*your class has its own _prepare_inputs:lightning_padmin.PadMinWarning")
 @pytest.mark.parametrize("mode", ["split", "replay", "joint"])
 @pytest.mark.parametrize("kind", [FailsBetween, FailsOutside])
 def test_after_a_failure_training_goes_on_as_stock_does(kind: type, mode: str) -> None:
