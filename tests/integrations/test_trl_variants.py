@@ -282,11 +282,27 @@ def gpt2() -> nn.Module:
     return cases.scaled(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens, **dropout)), 8.0)
 
 
-def test_positions_by_column_are_corrected_and_told() -> None:
-    """Left padding shifts GPT-2's positions, so the reference is each row alone, unpadded."""
+def recurrent_gemma() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    own = {"num_key_value_heads": 2, "lru_width": 32, "attention_window_size": 8}
+    tokens = {"pad_token_id": cases.PAD, "eos_token_id": cases.EOS, "bos_token_id": None}
+    kinds = {"block_types": ["recurrent", "attention"], "vocab_size": cases.VOCABULARY}
+    return cases.scaled(
+        transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**sizes, **own, **tokens, **kinds))
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(gpt2, "numbers positions by column"), (recurrent_gemma, "lets padding into its state")],
+    ids=["GPT-2", "RecurrentGemma"],
+)
+def test_what_left_padding_makes_wrong_is_corrected_and_told(make: Any, words: str) -> None:
+    """It shifts GPT-2's positions and runs through the recurrence, so the reference is each row alone, unpadded."""
     options = {"max_steps": 1, "gradient_checkpointing": False}
-    with pytest.warns(PadMinWarning, match="numbers positions by column"):
-        trainer = cases.build(cases.OURS, options, cases.padmin(), gpt2)
+    with pytest.warns(PadMinWarning, match=words):
+        trainer = cases.build(cases.OURS, options, cases.padmin(), make)
     completion = 12
     source = torch.Generator().manual_seed(1)
     ids = torch.randint(3, cases.VOCABULARY, (4, 10 + completion), generator=source)
