@@ -163,7 +163,8 @@ def raise_together(error: Exception | None, codes: NDArray[np.int64]) -> None:
         raise error
     failed = np.flatnonzero(codes)
     if len(failed):
-        names = {kind.code: kind.__name__ for kind in PadMinError.__subclasses__()}
+        # Those with a code of their own: others are sent as the base class.
+        names = {kind.code: kind.__name__ for kind in PadMinError.__subclasses__() if "code" in vars(kind)}
         reason = names.get(int(codes[failed[0]]), "an error")
         ranks = ", ".join(map(str, failed))
         raise PeerError(f"rank {ranks} refused its batch ({reason}); its message stands in that rank's log")
