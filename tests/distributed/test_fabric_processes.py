@@ -256,6 +256,7 @@ def run_example(*arguments: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("step ")]
 
 
+@pytest.mark.slow
 def test_example_prints_metrics_and_the_losses_of_whole_batches() -> None:
     split, whole = (run_example("--devices", "2", "--strategy", "ddp", "--budget", budget) for budget in ("1536", "0"))
     assert [line.split(" padmin/")[0] for line in split] == [line.strip() for line in whole]

@@ -340,6 +340,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> processes.Ranks:
     return processes.results(WORKER, tmp_path_factory.mktemp("trl") / "result.out", timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("unused", [False, True])
 def test_two_processes(ranks: processes.Ranks, unused: bool, mode: str) -> None:
