@@ -52,7 +52,7 @@ class Passes:
                 with MemoryGuard(window.batches, rank=self.trainer.accelerator.process_index).alone(chunk):
                     scores = self._score(chunk)
                 window.start_buffers(scores)
-                if not window.batches[chunk].is_dummy:
+                if not window.batches.is_dummy(chunk):
                     window.store(chunk, scores)
         window.clear_unseen()
 
@@ -98,7 +98,7 @@ class Passes:
         with self._draws[chunk].again() if self._draws else _nothing():
             scores = self._score(chunk)
         self.guard.forward_is_done(chunk)
-        if window.batches[chunk].is_dummy:
+        if window.batches.is_dummy(chunk):
             loss = zero_of(scores)
         elif self._value is not None:
             loss = window.pull(chunk, scores)

@@ -35,8 +35,10 @@ _INTEGERS: dict[str, tuple[int | None, bool]] = {
     "token_budget": (1, True),
     "pad_to_multiple_of": (1, False),
     "max_rows": (1, True),
+    "shape_buckets": (1, True),
     "launch_cost": (0, False),
     "cost_multiple_of": (1, True),
+    "attention_width": (1, True),
     "label_shift": (0, True),
     "ignore_index": (None, False),
     "pad_token_id": (0, True),
@@ -139,13 +141,28 @@ class PadMinConfig:
     )
     static_keys: Sequence[str] = _option((), "Entries shared by all rows, passed on unchanged.")
     pad_to_multiple_of: int = _option(1, "Micro-batch widths are rounded up to a multiple of this.")
+    shape_buckets: int | None = _option(
+        None,
+        "Most shapes (rows x width) that micro-batches have in a whole run, for compilers and graphs that pay for each "
+        "new one. They are chosen on the first batch; rows of more than 4 times its longest get shapes of their own, "
+        "which is told. Needs pad_token_id, and mode split.",
+    )
     max_rows: int | None = _option(None, "Most rows in one micro-batch.")
     cost_multiple_of: int | None = _option(
         None,
         "To what the model pads inside, which the plan counts as cost (not as slots): chunk_size of chunked scans "
         "(Mamba2 and its hybrids). None: what the model's configuration says, where an adapter sees the model.",
     )
-    launch_cost: int = _option(128, "What one more micro-batch costs, in slots.")
+    attention_width: int | None = _option(
+        None,
+        "Width at which attention takes as long as all the rest of a row: the cost of a micro-batch is then rows x "
+        "(width + width^2 / this). None: not counted. padmin diagnose --model measures it.",
+    )
+    launch_cost: int | Literal["measured"] = _option(
+        128,
+        "What one more micro-batch costs, in slots. measured: 128 until it is known from the times of the first "
+        "micro-batches (mode split; plans then depend on the machine, gradients do not).",
+    )
     method: Literal["optimal", "greedy"] = _option("optimal", "optimal, or greedy (fill and cut) to compare with.")
     log_prefix: str = _option("padmin/", "Put before the name of every metric of this library.")
     log_reduce: Mapping[str, LogReduction] = _option(
@@ -158,6 +175,8 @@ class PadMinConfig:
         if not isinstance(self.enabled, bool):
             raise ConfigError(f"enabled={self.enabled!r}: expected True or False")
         for name, (smallest, optional) in _INTEGERS.items():
+            if name == "launch_cost" and self.launch_cost == "measured":
+                continue
             self._set(name, _checked_integer(name, getattr(self, name), smallest, optional))
         for name, optional in _STRINGS.items():
             value = getattr(self, name)
@@ -173,7 +192,18 @@ class PadMinConfig:
             if not known and not (name == "loss_reduction" and callable(value)):
                 also = " or a function" if name == "loss_reduction" else ""
                 raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}{also}")
+        self._refuse_combinations()
         self._copy_collections()
+
+    def _refuse_combinations(self) -> None:
+        for name, off in (("shape_buckets", None), ("launch_cost", PadMinConfig.launch_cost)):
+            value = getattr(self, name)
+            if value == off or (name == "launch_cost" and value != "measured"):
+                continue
+            if self.mode in ("joint", "replay"):
+                raise ConfigError(f"{name}={value!r} needs mode='split' or 'auto', not mode={self.mode!r}")
+            if self.method != "optimal":
+                raise ConfigError(f"{name}={value!r} needs method='optimal', not method={self.method!r}")
 
     def _copy_collections(self) -> None:
         """Checks what holds keys, and keeps copies that the caller's later changes do not reach."""

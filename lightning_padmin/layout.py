@@ -171,7 +171,11 @@ class SlotMap:
 
 
 def pad_layout(
-    table: RowTable, rows: Sequence[int] | NDArray[np.int64], multiple: int = 1, max_widths: Sequence[int] | None = None
+    table: RowTable,
+    rows: Sequence[int] | NDArray[np.int64],
+    multiple: int = 1,
+    max_widths: Sequence[int] | None = None,
+    least_widths: Sequence[int] | None = None,
 ) -> SlotMap:
     """The padded layout of some rows: as wide as the longest of them, rounded up.
 
@@ -180,6 +184,7 @@ def pad_layout(
         rows: row indices, in the order wanted.
         multiple: widths become multiples of this ...
         max_widths: ... but no wider than this per axis (default: no limit).
+        least_widths: ... and at least as wide as this.
     """
     index = np.asarray(rows, dtype=np.int64)
     longest = table.length[index].max(axis=0)
@@ -188,6 +193,8 @@ def pad_layout(
         widths = [
             max(min(width, limit), int(need)) for width, limit, need in zip(widths, max_widths, longest, strict=True)
         ]
+    if least_widths is not None:
+        widths = [max(width, int(least)) for width, least in zip(widths, least_widths, strict=True)]
     source = (table.widths, len(table), table.units)
     return SlotMap(index, table.start[index], table.length[index], tuple(widths), *source)
 

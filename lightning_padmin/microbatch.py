@@ -17,15 +17,18 @@ from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
-from lightning_padmin.errors import PadMinError, PadMinWarning
+from lightning_padmin.errors import ConfigError, PadMinError, PadMinWarning, PlanError
 from lightning_padmin.fields import AXES, Axis, Schema
 from lightning_padmin.guards import ArchitectureError
+from lightning_padmin.launch_meter import UNTIL_THEN, LaunchMeter
 from lightning_padmin.layout import SlotMap, pad_layout, take_batch
 from lightning_padmin.planner import Plan, plan_quietly
 from lightning_padmin.pool import pool
 from lightning_padmin.rows import RowTable, measure
 from lightning_padmin.schema import infer_schema
+from lightning_padmin.search import Limits, SlotCost
 from lightning_padmin.sequence import MicroBatch, MicroBatches, sync_on_last
+from lightning_padmin.shape_set import ShapeSet, choose_shapes
 from lightning_padmin.stats import PaddingStats
 
 __all__ = [
@@ -71,6 +74,8 @@ class MicroBatcher:
         self.config, self.encoder_decoder = as_config(config), encoder_decoder
         self._declared, self._last_schema = schema, schema
         self._exchange = exchange or exchange_alone
+        self._shapes: ShapeSet | None = None
+        self._meter = LaunchMeter() if self.config.launch_cost == "measured" else None
         self._largest: NDArray[np.int64] | None = None  # micro-batch so far, in slots, by rank
         self._prepared = 0
         self._said: set[str] = set()
@@ -177,13 +182,41 @@ class MicroBatcher:
             max_width=None if schema.can_widen else schema.widths,
             max_rows=config.max_rows,
             min_micro_batches=min(self.min_micro_batches, len(table)),
-            launch_cost=config.launch_cost,
+            launch_cost=self._launch_cost,
             cost_multiple_of=config.cost_multiple_of or 1,
+            attention_width=config.attention_width,
             method=config.method,
             riders=table.weight == 0,
+            shapes=self._shapes_for(schema, table),
         )
         self._tell(table, plan)  # before the agreement: where warnings are errors, all ranks raise
         return schema, table, plan
+
+    @property
+    def _launch_cost(self) -> int:
+        cost = self.config.launch_cost
+        return cost if isinstance(cost, int) else self._meter.launch_cost if self._meter is not None else UNTIL_THEN
+
+    def _shapes_for(self, schema: Schema, table: RowTable) -> ShapeSet | None:
+        """The shapes of all batches, chosen on the first one."""
+        config = self.config
+        if config.shape_buckets is None:
+            return None
+        if len(schema.widths) > 1 or not schema.can_widen:
+            why = (
+                "rows of an encoder-decoder have two widths"
+                if len(schema.widths) > 1
+                else "widths are rounded beyond the batch's own, and what fills token ids up is not known: set "
+                "pad_token_id, and a fill for entries that you declare"
+            )
+            raise PlanError(f"shape_buckets={config.shape_buckets}: {why}")
+        if self._shapes is None:
+            slot_cost = SlotCost(config.cost_multiple_of or 1, config.attention_width or 0)
+            budget = config.token_budget if config.token_budget is not None else self._slots_without_us(schema)
+            limits = Limits(budget, config.max_rows or budget, self._launch_cost, slot_cost)
+            lengths = table.length[:, 0]
+            self._shapes = choose_shapes(lengths, config.shape_buckets, limits, multiple=config.pad_to_multiple_of)
+        return self._shapes
 
     def _slots_without_us(self, schema: Schema) -> int:
         """Slots of the batch as it came, at the rounded width where rounding may go beyond the batch's own."""
@@ -200,7 +233,12 @@ class MicroBatcher:
         # One group holds all rows: keep them in the caller's order, so that an untouched batch is passed on as it is.
         groups = list(plan.groups) if len(plan) > 1 else [np.arange(len(table))]
         groups += [self._dummy_row(table)] * (count - len(plan))
-        maps = [pad_layout(table, rows, config.pad_to_multiple_of, limits) for rows in groups]
+        least: list[Any] = [None] * len(groups)
+        if plan.shapes is not None:
+            alone = plan.shapes.widths_of(1, table.length[groups[-1]].max(axis=0))
+            least = [*plan.widths, *[alone] * (count - len(plan))]
+        multiple = config.pad_to_multiple_of
+        maps = [pad_layout(table, rows, multiple, limits, widths) for rows, widths in zip(groups, least, strict=True)]
         weights, shares = self._weights(table, groups, len(plan), agreed)
         stats = PaddingStats(
             batches=1,
@@ -219,7 +257,10 @@ class MicroBatcher:
         grows = self._prepared < _FIRST or self._largest is None or bool((agreed[:, 4] > self._largest).any())
         self._prepared += 1
         self._largest = agreed[:, 4] if self._largest is None else np.maximum(agreed[:, 4], self._largest)
-        return MicroBatches(batch, schema, table, plan, maps, weights, shares, stats, grows, int(agreed[:, 5].sum()))
+        if self._meter is not None:
+            self._meter.begin()
+        lost = int(agreed[:, 5].sum())
+        return MicroBatches(batch, schema, table, plan, maps, weights, shares, stats, grows, lost, self._meter)
 
     @staticmethod
     def _dummy_row(table: RowTable) -> NDArray[np.int64]:
@@ -286,7 +327,14 @@ def iter_micro_batches(batch: Any, config: PadMinConfig | None = None) -> Iterat
     Raises:
         PadMinError: before the first micro-batch, for a batch that cannot be planned.
     """
-    return iter(MicroBatcher(as_config(config)).prepare(batch))
+    config = as_config(config)
+    if config.shape_buckets is not None or config.launch_cost == "measured":
+        name = "shape_buckets" if config.shape_buckets is not None else "launch_cost"
+        raise ConfigError(
+            f"{name}={getattr(config, name)!r} takes more than one batch to find out: keep one MicroBatcher(config), "
+            "and loop over what its prepare(batch) returns"
+        )
+    return iter(MicroBatcher(config).prepare(batch))
 
 
 @dataclass(frozen=True, eq=False)

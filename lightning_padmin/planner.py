@@ -9,8 +9,9 @@ usual alternative, `method="greedy"`, fills each group up to the budget and igno
 With two lengths per row the cuts are the best of that order, which is a good one but not proven best.
 
 Models with chunked scans pad inside, so `cost_multiple_of` makes the cost rows x the width rounded up once more,
-while the budget stays one of slots. The swap keeps the number of rows of both groups and lets no width grow; the
-slots, and the cost as a monotone function of the width, follow, so the sorted runs are still enough.
+while the budget stays one of slots; `attention_width` adds what grows with the square of the width. The swap keeps
+the number of rows of both groups and lets no width grow; the slots, and the cost as a monotone function of the width,
+follow, so the sorted runs are still enough.
 
 Pure functions of integers, numpy only. Shapes: B rows, A axes (2 for encoder-decoder rows), K groups.
 """
@@ -28,8 +29,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_padmin.errors import PadMinWarning, PlanError
-from lightning_padmin.search import Bools, Ints, Limits, arrange, greedy_sizes, optimal_sizes, round_up, sorted_rows
+from lightning_padmin.search import (
+    Bools,
+    Ints,
+    Limits,
+    SlotCost,
+    arrange,
+    greedy_sizes,
+    optimal_sizes,
+    orders_of,
+    round_up,
+    sorted_rows,
+    split_order,
+)
+from lightning_padmin.shape_set import ShapeSet, shaped_sizes
 
+_MOST_SQUARED = 2**31  # longest row and multiple together, where they are squared
 _MOST = 2**50  # of one length or option, so that one rounded length stays far inside int64
 
 
@@ -47,7 +62,8 @@ class Plan:
         token_budget: most slots of one group.
         launch_cost: what one more group costs, in slots.
         notice: what exceeds the limits, in words; empty if nothing does.
-        cost_multiple: widths are rounded up to a multiple of this for their cost; 1 if slots are the cost.
+        slot_cost: what the width of a row costs.
+        shapes: the shapes that groups have, if they are bounded.
     """
 
     groups: tuple[Ints, ...]
@@ -59,7 +75,8 @@ class Plan:
     token_budget: int
     launch_cost: int
     notice: str = field(default="", repr=False)
-    cost_multiple: int = 1
+    slot_cost: SlotCost = field(default=SlotCost())
+    shapes: ShapeSet | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -88,9 +105,9 @@ class Plan:
     def cost(self) -> int:
         """What the planner minimises, in slots: rows x cost width over all groups + launch_cost * K.
 
-        The cost width is the width, rounded up to `cost_multiple` on each axis; it may pass the batch's width.
+        The cost width is that of `slot_cost`, summed over axes; it may pass the batch's width.
         """
-        areas = self._areas(round_up(self.widths, self.cost_multiple))
+        areas = self._areas(self.slot_cost.of(self.widths))
         return int(areas.sum()) + self.launch_cost * len(self)
 
     def _areas(self, widths: Ints) -> Ints:
@@ -121,7 +138,7 @@ class Plan:
             best = heapq.heappop(heap)
             for piece in (best.rows[: best.position], best.rows[best.position :]):
                 heapq.heappush(heap, _best_cut(piece, next(serial), self))
-        groups, widths = _longest_first([cut.rows for cut in heap], self.lengths, self.rounded)
+        groups, widths = _longest_first([cut.rows for cut in heap], self.lengths, self.rounded, self.shapes)
         return replace(self, groups=groups, widths=widths)
 
 
@@ -137,6 +154,7 @@ def plan_micro_batches(
     method: Literal["optimal", "greedy"] = "optimal",
     riders: Any = None,
     cost_multiple_of: int = 1,
+    attention_width: int | None = None,
 ) -> Plan:
     """Splits a batch into micro-batches whose rows x rounded width stay within a token budget.
 
@@ -156,6 +174,8 @@ def plan_micro_batches(
         cost_multiple_of: to what the model pads inside (the `chunk_size` of chunked scans). If above 1, a group
             costs rows x (its width rounded up to a multiple of this, on each axis and even past `max_width`). Budget,
             widths and slots stay those of the layout. "greedy" ignores it.
+        attention_width: width at which attention, whose cost of a slot grows with the width, costs as much as all else
+            of the slot: a group costs rows x (w + w^2 / attention_width). None: not counted. "greedy" ignores it.
 
     Returns:
         The plan; empty for no rows. Of plans of equal cost, one with the fewest groups, and of these (up to some
@@ -184,6 +204,7 @@ def plan_micro_batches(
         method=method,
         riders=riders,
         cost_multiple_of=cost_multiple_of,
+        attention_width=attention_width,
     )
     if plan.notice:
         warnings.warn(plan.notice, PadMinWarning, stacklevel=2)
@@ -202,8 +223,13 @@ def plan_quietly(
     method: Literal["optimal", "greedy"],
     riders: Any,
     cost_multiple_of: int = 1,
+    attention_width: int | None = None,
+    shapes: ShapeSet | None = None,
 ) -> Plan:
-    """`plan_micro_batches` for callers that tell `Plan.notice` in their own way, once for many batches."""
+    """`plan_micro_batches` for callers that tell `Plan.notice` in their own way, once for many batches.
+
+    With `shapes` every group has one of them; `method` then is "optimal", and there is one length per row.
+    """
     if method not in ("optimal", "greedy"):
         raise PlanError(f"method={method!r} is unknown; use 'optimal' or 'greedy'")
     _check_integer("min_micro_batches", min_micro_batches)
@@ -211,24 +237,40 @@ def plan_quietly(
     _check_integer("launch_cost", launch_cost, least=0, most=_MOST)
     table = _as_lengths(lengths)
     rounded = _round_up(table, pad_to_multiple_of, max_width)
-    multiple = _check_integer("cost_multiple_of", cost_multiple_of, most=_MOST)
+    slot_cost = _as_slot_cost(cost_multiple_of, attention_width, rounded)
     riding = _as_riders(riders, len(table))
     whole = _slots_of_all("lengths", rounded)
-    _slots_of_all("cost_multiple_of", round_up(rounded, multiple))
+    _slots_of_all("cost_multiple_of" if attention_width is None else "attention_width", slot_cost.of(rounded))
     budget = whole if token_budget is None else _check_integer("token_budget", token_budget)
     most_rows = len(table) if max_rows is None else _check_integer("max_rows", max_rows)
     # Greedy takes no notice of costs, not even between the orders that it tries for riders.
-    searched = multiple if method == "optimal" else 1
+    searched = slot_cost if method == "optimal" else SlotCost()
     limits = Limits(min(budget, whole), min(most_rows, len(table)), int(launch_cost), searched)
     alone = np.flatnonzero(rounded.sum(axis=1) > limits.budget)
     empty = np.zeros((0, table.shape[1]), np.int64)
-    plan = Plan((), empty, table, alone, rounded, riding, budget, limits.launch_cost, cost_multiple=multiple)
+    plan = Plan((), empty, table, alone, rounded, riding, budget, limits.launch_cost, slot_cost=slot_cost)
     if not len(table):
         return plan
-    pieces = arrange(table, rounded, ~riding, limits, optimal_sizes if method == "optimal" else greedy_sizes)
-    groups, widths = _longest_first(pieces, table, rounded)
-    plan = replace(plan, groups=groups, widths=widths)
-    return replace(plan, notice=_over_limits(plan, limits)).at_least(min_micro_batches)
+    pieces = None if shapes is None else _in_shapes(table, rounded, ~riding, limits, shapes)
+    missed = shapes is not None and pieces is None
+    if pieces is None:
+        shapes = None
+        pieces = arrange(table, rounded, ~riding, limits, optimal_sizes if method == "optimal" else greedy_sizes)
+    groups, widths = _longest_first(pieces, table, rounded, shapes)
+    plan = replace(plan, groups=groups, widths=widths, shapes=shapes)
+    notice = "; ".join(filter(None, [_over_limits(plan, limits), _beyond_shapes(plan, missed)]))
+    return replace(plan, notice=notice).at_least(min_micro_batches)
+
+
+def _in_shapes(lengths: Ints, rounded: Ints, carrier: Bools, limits: Limits, shapes: ShapeSet) -> list[Ints] | None:
+    """Groups whose shapes are in the set, of the least cost of all orders; None if riders leave no choice of shapes."""
+    tried: list[tuple[int, int, list[Ints]]] = []
+    orders, rounded = orders_of(lengths, rounded, carrier, limits)
+    for turn, order in enumerate(orders):
+        found = shaped_sizes(rounded[order, 0], carrier[order], limits, shapes)
+        if found is not None:
+            tried.append((found[0], turn, split_order(order, found[1])))
+    return min(tried)[-1] if tried else None
 
 
 class _Cut(NamedTuple):
@@ -245,13 +287,15 @@ def _best_cut(rows: Ints, serial: int, plan: Plan) -> _Cut:
     """The cut of `rows` (n,) that saves most cost, then slots, of those that leave a non-rider on both sides."""
     carriers = np.cumsum(~plan.riders[rows])
     allowed = (carriers[:-1] > 0) & (carriers[:-1] < carriers[-1])
+    if plan.shapes is not None:
+        allowed &= np.arange(1, len(rows)) * 2 == len(rows)  # halves of a shape are shapes
     if not allowed.any():
         return _Cut(1, 0, serial, 0, rows)
     table = plan.rounded[rows]
     slots = _cut_losses(table)
     loss = slots
-    if plan.cost_multiple > 1:
-        loss = _cut_losses(round_up(table, plan.cost_multiple))
+    if not plan.slot_cost.is_plain:
+        loss = _cut_losses(plan.slot_cost.of(table))
         allowed &= loss == loss[allowed].min()
     best = int(np.where(allowed, slots, 1).argmin())
     return _Cut(int(loss[best]), int(slots[best]), serial, best + 1, rows)
@@ -266,7 +310,9 @@ def _cut_losses(table: Ints) -> Ints:
     return losses
 
 
-def _longest_first(pieces: list[Ints], lengths: Ints, rounded: Ints) -> tuple[tuple[Ints, ...], Ints]:
+def _longest_first(
+    pieces: list[Ints], lengths: Ints, rounded: Ints, shapes: ShapeSet | None = None
+) -> tuple[tuple[Ints, ...], Ints]:
     """Groups and (K, A) widths in a plan's order: what does not fit in memory fails in the first micro-batch."""
     order = sorted_rows(lengths, rounded)
     rank = np.empty_like(order)
@@ -276,6 +322,8 @@ def _longest_first(pieces: list[Ints], lengths: Ints, rounded: Ints) -> tuple[tu
     rows = rows[np.lexsort((rank[rows], np.repeat(np.arange(len(pieces)), sizes)))]
     starts = np.cumsum(sizes) - sizes
     widths = np.maximum.reduceat(rounded[rows], starts, axis=0)
+    if shapes is not None:
+        widths = np.array([shapes.widths_of(n, width) for n, width in zip(sizes.tolist(), widths, strict=True)])
     sequence = np.lexsort((rank[rows[starts]], -widths.sum(axis=1)))
     groups = np.split(rows, starts[1:])
     return tuple(groups[i] for i in sequence), widths[sequence]
@@ -287,6 +335,17 @@ def _check_integer(name: str, value: Any, least: int = 1, most: int | None = Non
     if most is not None and value > most:
         raise PlanError(f"{name}={value!r} is too large, use at most {most}")
     return int(value)
+
+
+def _as_slot_cost(multiple: int, attention_width: int | None, rounded: Ints) -> SlotCost:
+    multiple = _check_integer("cost_multiple_of", multiple, most=_MOST)
+    if attention_width is None:
+        return SlotCost(multiple)
+    width = _check_integer("attention_width", attention_width, most=_MOST)
+    longest = int(rounded.max(initial=0))
+    if longest + multiple > _MOST_SQUARED:
+        raise PlanError(f"attention_width={attention_width}: the square of {longest} tokens is too large to plan with")
+    return SlotCost(multiple, width)
 
 
 def _slots_of_all(name: str, widths: Ints) -> int:
@@ -346,6 +405,19 @@ def _as_riders(riders: Any, count: int) -> Bools:
     if given.shape != (count,) or (count and given.dtype != np.bool_):
         raise PlanError(f"riders has shape {given.shape} of {given.dtype}; pass one bool per row: ({count},)")
     return given.astype(np.bool_) & (not given.all())
+
+
+def _beyond_shapes(plan: Plan, missed: bool) -> str:
+    """What has another shape than those that shapes are bounded to, in words."""
+    if missed:
+        return "rows without loss leave no choice of shapes, so shape_buckets does not bound those of this batch"
+    longest = int(plan.widths.max())
+    if plan.shapes is not None and longest > plan.shapes.widest:
+        return (
+            f"a row of {longest} positions is longer than the widest of the {len(plan.shapes)} shapes that were chosen "
+            f"on the first batch ({plan.shapes.widest}), and runs in a shape of its own: begin with a longer row"
+        )
+    return ""
 
 
 def _over_limits(plan: Plan, limits: Limits) -> str:

@@ -1,7 +1,7 @@
 """Where to cut the sorted rows: the search behind `planner.plan_micro_batches`, on arrays that are known to be valid.
 
 Shapes: B rows, A axes (2 for encoder-decoder rows, else 1). A run is a group of rows that follow one another in the
-sorted order; an area is its rows x width. It costs rows x cost width: the width, rounded up to a multiple on each axis.
+sorted order; an area is its rows x width. It costs rows x cost width, see `SlotCost`, summed over axes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,35 @@ def round_up(lengths: Ints, multiple: int) -> Ints:
     return rounded
 
 
+class SlotCost(NamedTuple):
+    """What a row of some width costs, in slots.
+
+    Attributes:
+        multiple: to what the model pads inside.
+        attention_width: at this width attention costs as much as all else; 0 where it is not counted.
+    """
+
+    multiple: int = 1
+    attention_width: int = 0
+
+    def of(self, widths: Ints) -> Ints:
+        """Cost width of each width w: c + c^2 / attention_width, of c = w rounded up; it grows with w."""
+        rounded = round_up(widths, self.multiple)
+        return rounded + rounded * rounded // self.attention_width if self.attention_width else rounded
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether slots themselves are the cost."""
+        return self == SlotCost()
+
+
 class Limits(NamedTuple):
-    """Most slots and rows of one group, what one more group costs, in slots, and of what cost widths are multiples."""
+    """Most slots and rows of one group, and what one more group and a row of it cost, in slots."""
 
     budget: int
     max_rows: int
     launch_cost: int
-    cost_multiple: int = 1
+    slot_cost: SlotCost = SlotCost()
 
     def broken_by(self, count: int, area: int) -> bool:
         """Whether `count` rows on `area` slots may not be a group; one row alone always may."""
@@ -47,6 +69,22 @@ def arrange(lengths: Ints, rounded: Ints, carrier: Bools, limits: Limits, solve:
     these are moved, and the new order is planned. Otherwise many long rows without loss (truncated completions, say)
     would be one group as far as the first row with loss, way over the budget.
     """
+    orders, rounded = orders_of(lengths, rounded, carrier, limits)
+    tried: list[tuple[int, int, int, int, int, list[Ints]]] = []
+    # Costs of many tokens at once are often equal; then fewer groups and slots decide.
+    coarse = not limits.slot_cost.is_plain
+    costs = limits.slot_cost.of(rounded)
+    for turn, order in enumerate(orders):
+        pieces = split_order(order, solve(_rows_of(rounded, order), carrier[order], limits))
+        areas = _areas_of(rounded, pieces)
+        broken = [area for p, area in zip(pieces, areas, strict=True) if limits.broken_by(len(p), area)]
+        cost = sum(_areas_of(costs, pieces) if coarse else areas) + limits.launch_cost * len(areas)
+        tried.append((max(broken, default=0), cost, coarse * len(areas), coarse * sum(areas), turn, pieces))
+    return min(tried)[-1]
+
+
+def orders_of(lengths: Ints, rounded: Ints, carrier: Bools, limits: Limits) -> tuple[list[Ints], Ints]:
+    """Orders of the rows in which to cut, the plainly sorted one first, and the rounded lengths, see `arrange`."""
     orders = [sorted_rows(lengths, rounded)]
     if not carrier.all():
         # Rows of one rounded length are alike but for this, so where riders stand among them is free to choose.
@@ -54,20 +92,10 @@ def arrange(lengths: Ints, rounded: Ints, carrier: Bools, limits: Limits, solve:
     # Every group has a carrier, so none is narrower than the least: lifting riders to it changes no area.
     rounded = np.maximum(rounded, rounded[carrier].min(axis=0))
     for order in (orders[0], orders[-1]) if len(orders) > 1 else ():
-        wish = _split(order, optimal_sizes(_rows_of(rounded, order), carrier[order], limits, lend=True))
+        wish = split_order(order, optimal_sizes(_rows_of(rounded, order), carrier[order], limits, lend=True))
         if not all(carrier[piece].any() for piece in wish):
             orders.append(_lend(wish, carrier))
-    tried: list[tuple[int, int, int, int, int, list[Ints]]] = []
-    # Costs of many tokens at once are often equal; then fewer groups and slots decide.
-    coarse = limits.cost_multiple > 1
-    costs = round_up(rounded, limits.cost_multiple)
-    for turn, order in enumerate(orders):
-        pieces = _split(order, solve(_rows_of(rounded, order), carrier[order], limits))
-        areas = _areas_of(rounded, pieces)
-        broken = [area for p, area in zip(pieces, areas, strict=True) if limits.broken_by(len(p), area)]
-        cost = sum(_areas_of(costs, pieces) if coarse else areas) + limits.launch_cost * len(areas)
-        tried.append((max(broken, default=0), cost, coarse * len(areas), coarse * sum(areas), turn, pieces))
-    return min(tried)[-1]
+    return orders, rounded
 
 
 def _areas_of(widths: Ints, pieces: list[Ints]) -> list[int]:
@@ -151,9 +179,11 @@ def _scaled(rows: Ints, limits: Limits, prices: int) -> _Scaled:
     A dead end costs as much as `prices` forced runs.
     """
     n = len(rows)
-    costs = round_up(rows, limits.cost_multiple)
+    costs = limits.slot_cost.of(rows)
     price = n * (_width(costs) + limits.launch_cost + 1)
-    run = 2 * n * _width(rows) + 1 if limits.cost_multiple > 1 else 1  # twice, since with `lend` a row is lent to each
+    run = (
+        2 * n * _width(rows) + 1 if not limits.slot_cost.is_plain else 1
+    )  # twice, since with `lend` a row is lent to each
     if 2 * prices * price * (n + 1) * run >= 2**63:
         run = 1
     unit = (n + 1) * run
@@ -161,7 +191,7 @@ def _scaled(rows: Ints, limits: Limits, prices: int) -> _Scaled:
     kind: Any = np.int64 if 2 * dead < 2**63 else object  # Python integers where int64 could overflow
     scaled = costs.astype(kind) * unit + (rows if run > 1 else 0)
     # Scaled costs can be held against the budget only where they are scaled slots; else `_useful_rows` is exact.
-    budget = limits.budget * unit if limits.cost_multiple == 1 else price * unit
+    budget = limits.budget * unit if limits.slot_cost.is_plain else price * unit
     return _Scaled(scaled, limits.launch_cost * unit + run, budget, price * unit, dead)
 
 
@@ -218,10 +248,10 @@ def _useful_rows(rows: Ints, leading: Ints, limits: Limits) -> Ints:
     Exact in the budget if costs are not slots.
     """
     most = _fitting_rows(rows, limits)
-    if rows.ndim > 1 and limits.cost_multiple > 1:
+    if rows.ndim > 1 and not limits.slot_cost.is_plain:
         counts = np.arange(1, len(rows) + 1)
         most = np.array([len(_areas(rows, counts, i, m, limits.budget)) for i, m in enumerate(most.tolist())])
-    table = round_up(rows, limits.cost_multiple).reshape(len(rows), -1)
+    table = limits.slot_cost.of(rows).reshape(len(rows), -1)
     own = table.sum(axis=1)
     tail = np.maximum.accumulate(table[::-1])[::-1].sum(axis=1)
     offset = 1
@@ -242,7 +272,7 @@ def _least_rows(rows: Ints, limits: Limits) -> Ints:
     cheaper. So the inside of a long stretch of equal cost, where no cut helps, is not searched.
     """
     here = np.arange(len(rows))
-    costs = round_up(rows, limits.cost_multiple)
+    costs = limits.slot_cost.of(rows)
     ends = np.searchsorted(-costs, -costs, side="right")
     return np.where(ends - here <= _fitting_rows(rows, limits), ends - here, 1)
 
@@ -264,7 +294,8 @@ def _rows_of(rounded: Ints, order: Ints) -> Ints:
     return rows[:, 0] if falling else rows
 
 
-def _split(order: Ints, sizes: Sequence[int]) -> list[Ints]:
+def split_order(order: Ints, sizes: Sequence[int]) -> list[Ints]:
+    """The runs of an order."""
     return np.split(order, np.cumsum(sizes)[:-1])
 
 

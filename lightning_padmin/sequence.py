@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_padmin.errors import BatchError
 from lightning_padmin.fields import Axis, Schema
+from lightning_padmin.launch_meter import LaunchMeter
 from lightning_padmin.layout import SlotMap, take_batch
 from lightning_padmin.planner import Plan
 from lightning_padmin.rows import RowTable
@@ -78,7 +79,9 @@ class MicroBatches(Sequence[MicroBatch]):
         stats: PaddingStats,
         grows: bool = True,
         lost_targets: int = 0,
+        meter: LaunchMeter | None = None,
     ) -> None:
+        self._meter = meter
         self.grows, self.lost_targets = grows, lost_targets
         self._batch, self.schema = batch, schema
         self.table, self.plan, self.stats = table, plan, stats
@@ -96,12 +99,18 @@ class MicroBatches(Sequence[MicroBatch]):
             return [self[k] for k in range(*index.indices(len(self)))]
         k = range(len(self))[index]
         slots = self.slot_maps[k]
+        if self._meter is not None:
+            self._meter.gathered(len(slots), sum(slots.widths))
         batch = self._batch if slots.is_identity else take_batch(self._batch, self.schema, slots)
-        return MicroBatch(batch, float(self.weights[k]), slots.rows, k, len(self), k >= len(self.plan))
+        return MicroBatch(batch, float(self.weights[k]), slots.rows, k, len(self), self.is_dummy(k))
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """One after the other. The inherited method would take an IndexError inside of a gather for the end."""
         return (self[k] for k in range(len(self)))
+
+    def is_dummy(self, k: int) -> bool:
+        """Whether micro-batch k is a dummy; without gathering it."""
+        return k >= len(self.plan)
 
     def restore_rows(self, outputs: Sequence[Tensor]) -> Tensor:
         """Per-row outputs (n_k, ...), one for each micro-batch (or each that is no dummy), as (B, ...).

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_padmin.diagnose.fit import Fit, Shape, fit_times, largest_budget
 from lightning_padmin.diagnose.problems import DiagnoseError, first_line
+from lightning_padmin.fit import Fit, Shape, fit_times, largest_budget
 from lightning_padmin.loading import UsageError, load_model, logits_of, random_batch, token_mean, vocabulary_of
 
 # Full rows: from what a start costs to where the width shows. A GPU takes a thousandth of a CPU's time.
@@ -49,7 +49,7 @@ class ProbeReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return asdict(self) | {"launch_cost": self.fit.launch_cost}
+        return asdict(self) | {"launch_cost": self.fit.launch_cost, "attention_width": self.fit.attention_width}
 
 
 def probe_model(
@@ -208,6 +208,8 @@ def render_probe(report: ProbeReport) -> str:
     )
     low, high = report.launch_costs
     lines.append(f"launch_cost={fit.launch_cost} ({low} to {high} if any one repeat is left out)")
+    if fit.attention_width is not None:
+        lines.append(f"attention_width={fit.attention_width:,}: rows of that width take twice as long for each slot")
     if high > 2 * max(low, 1):
         lines.append("That scatters by more than a factor of two: raise --repeats, or measure on a quieter machine.")
     if fit.error > 0.25:

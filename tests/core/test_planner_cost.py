@@ -1,4 +1,4 @@
-"""Planning where the model pads inside: costs are rounded up once more, limits are not."""
+"""Planning where slots are not the cost: models that pad inside, and attention on wide rows. Limits stay slots."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ SHORT = [120, 90, 200, 40, 55, 30, 210, 65]  # no row fills a chunk
 
 def up(width: int, multiple: int) -> int:
     return (width + multiple - 1) // multiple * multiple
+
+
+def with_attention(width: int, attention_width: int | None) -> int:
+    return width if attention_width is None else width + width * width // attention_width
 
 
 def layout_of(lengths: Shapes, multiple: int, cap: int | None) -> Shapes:
@@ -119,7 +123,7 @@ def planned(lengths: Shapes, options: dict[str, Any], riders: Sequence[bool] = (
         shapes,
         options["token_budget"],
         options["launch_cost"],
-        lambda width: up(width, chunk),
+        lambda width: with_attention(up(width, chunk), options.get("attention_width")),
         options["max_rows"],
         riders,
     )
@@ -142,6 +146,7 @@ options = st.fixed_dictionaries(
         "max_rows": st.none() | st.integers(1, 5),
         "launch_cost": st.sampled_from([0, 1, 5, 16, 128]),
         "max_width": st.none() | st.integers(30, 37),
+        "attention_width": st.none() | st.sampled_from([1, 7, 20, 1000]),
     }
 )
 short_lengths = st.integers(1, 30)
@@ -268,7 +273,7 @@ def test_one_order_with_riders_is_cut_best(
     """For any order of the rows, sorted or not."""
     lengths, riders = np.array(rows[0]), np.array(rows[1])
     riders[riders.argmin() if not riders.all() else 0] = False
-    limits = search.Limits(budget, max_rows, launch_cost, chunk)
+    limits = search.Limits(budget, max_rows, launch_cost, search.SlotCost(chunk))
     sizes = search.optimal_sizes(lengths[:, None], ~riders, limits)
     groups = [piece.tolist() for piece in np.split(np.arange(len(lengths)), np.cumsum(sizes)[:-1])]
     shapes = [(length,) for length in rows[0]]
@@ -368,7 +373,7 @@ def test_cost_widths_may_pass_the_width_of_the_batch() -> None:
 
 def test_multiples_that_do_not_divide_each_other() -> None:
     plan = plan_micro_batches([40], pad_to_multiple_of=24, cost_multiple_of=32)
-    assert (plan.slots, plan.cost, plan.cost_multiple) == (48, 64 + 128, 32)
+    assert (plan.slots, plan.cost, plan.slot_cost.multiple) == (48, 64 + 128, 32)
 
 
 def test_greedy_tells_the_same_cost() -> None:
@@ -383,7 +388,7 @@ def test_greedy_tells_the_same_cost() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(short_lengths), min_size=1, max_size=30), options)
 def test_a_divisor_of_the_padding_changes_no_plan(lengths: Shapes, options: dict[str, Any]) -> None:
-    options = {**options, "pad_to_multiple_of": 8, "max_width": None}
+    options = {**options, "pad_to_multiple_of": 8, "max_width": None, "attention_width": None}
     plain = quiet_plan(lengths, **{**options, "cost_multiple_of": 1})
     assert plain.cost == plain.slots + plain.launch_cost * len(plain)
     for divisor in (2, 8):
@@ -398,7 +403,7 @@ def test_the_default_plans_as_before() -> None:
         plan = plan_micro_batches(lengths, 2000, pad_to_multiple_of=8, max_width=1101, **options)
         assert [len(rows) for rows in plan.groups] == [1, 3, 1, 3, 5, 6, 10, 8, 10, 6, 11]
         assert key_of(plan) == (13485, 11, 12077)
-        assert plan.cost_multiple == 1
+        assert plan.slot_cost.multiple == 1
 
 
 # --- More micro-batches. ---
@@ -457,8 +462,23 @@ def test_huge_numbers_give_the_same_cost() -> None:
 
 @pytest.mark.parametrize("prices", [2, 65_538])
 def test_many_rows_are_planned_in_64_bits(prices: int) -> None:
-    limits = search.Limits(16_384, 65_536, 128, CHUNK)
+    limits = search.Limits(16_384, 65_536, 128, search.SlotCost(CHUNK))
     assert search._scaled(np.full(65_536, 1000), limits, prices).rows.dtype == np.int64
+
+
+def test_squares_that_leave_64_bits_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"attention_width=64: the square of \d+ tokens is too large"):
+        plan_micro_batches([2**40, 5], attention_width=64)
+
+
+def test_attention_cuts_wide_rows_apart() -> None:
+    """Rows of 1,000 and 990 tokens: a launch costs more than the padding of one group, until attention counts."""
+    lengths = [1000] * 4 + [990] * 4
+    assert groups_of(plan_micro_batches(lengths)) == [list(range(8))]
+    plan = plan_micro_batches(lengths, attention_width=100)
+    assert groups_of(plan) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert plan.cost == 4 * (1000 + 10_000) + 4 * (990 + 9801) + 2 * 128
+    assert plan.slots == 4 * 1000 + 4 * 990
 
 
 def test_no_rows() -> None:
@@ -473,6 +493,8 @@ def test_no_rows() -> None:
         ({"cost_multiple_of": -4}, "cost_multiple_of=-4 must be"),
         ({"cost_multiple_of": True}, "cost_multiple_of=True must be an integer"),
         ({"cost_multiple_of": 256.0}, "cost_multiple_of=256.0 must be an integer"),
+        ({"attention_width": 0}, "attention_width=0 must be an integer, at least 1"),
+        ({"attention_width": 2.5}, "attention_width=2.5 must be"),
         ({"cost_multiple_of": None}, "cost_multiple_of=None must be"),
         ({"cost_multiple_of": 2**60}, "cost_multiple_of=1152921504606846976 is too large"),
     ],

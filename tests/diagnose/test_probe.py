@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_padmin.diagnose import probe
-from lightning_padmin.diagnose.fit import fit_times, largest_budget
+from lightning_padmin.fit import fit_times, largest_budget
 from lightning_padmin.diagnose.problems import DiagnoseError
 
 SHAPES = probe.CPU_SHAPES

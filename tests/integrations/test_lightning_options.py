@@ -48,6 +48,8 @@ VALUES: dict[str, Any] = {
     "static_keys": ("table",),
     "pad_to_multiple_of": 8,
     "max_rows": 3,
+    "shape_buckets": 16,
+    "attention_width": 4096,
     "launch_cost": 0,
     "cost_multiple_of": 64,
     "method": "greedy",

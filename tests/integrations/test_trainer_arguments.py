@@ -45,7 +45,7 @@ def test_parser_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     own = ["--output_dir", str(tmp_path), "--use_cpu"]
     _, padmin = parser.parse_args_into_dataclasses([*own, "--padmin_launch_cost", "9", "--padmin_enabled", "true"])
     assert padmin.to_config() == PadMinConfig(launch_cost=9)
-    for bad in (["--padmin_mode", "fast"], ["--padmin_launch_cost", "x"], ["--padmin_budget", "3"]):
+    for bad in (["--padmin_mode", "fast"], ["--padmin_pad_to_multiple_of", "x"], ["--padmin_budget", "3"]):
         with pytest.raises((SystemExit, ValueError)):
             parser.parse_args_into_dataclasses([*own, *bad])
     capsys.readouterr()

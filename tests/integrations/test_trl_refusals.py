@@ -48,6 +48,12 @@ def test_another_algorithm() -> None:
         cases.build(cases.OURS, {}, cases.padmin(normalize="global"))
 
 
+@pytest.mark.parametrize("options", [{"shape_buckets": 8}, {"launch_cost": "measured"}])
+def test_options_without_a_meaning(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(options))}=.* is not for trainers of TRL"):
+        cases.build(cases.OURS, {}, cases.padmin(**options))
+
+
 def test_a_changed_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(self: Any, model: Any, tokens: Any) -> None: ...
 

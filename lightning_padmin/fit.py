@@ -1,4 +1,4 @@
-"""Time of a pass as a function of its shape, and the largest budget that fits: pure functions, timing stands in probe.
+"""Time of a pass as a function of its shape, and the largest budget that fits. Pure functions; others do the timing.
 
 seconds = start + slot x slots + wide x slots x width,   launch cost = start / slot, in slots
 """
@@ -36,6 +36,11 @@ class Fit:
     def launch_cost(self) -> int:
         """What starting one more pass costs, in slots."""
         return round(self.start / self.slot)
+
+    @property
+    def attention_width(self) -> int | None:
+        """Width at which what grows with it takes as long as the rest of a slot; None if that is not seen."""
+        return max(1, round(self.slot / self.wide)) if self.wide > 0 else None
 
 
 def fit_times(shapes: Sequence[Shape], seconds: Sequence[float]) -> Fit:
