@@ -47,6 +47,7 @@ from lightning_padmin.guards import (
 from lightning_padmin.integrations.deepspeed_boundary import find_engine
 from lightning_padmin.loops import LoopGuard
 from lightning_padmin.microbatch import MicroBatch, MicroBatcher
+from lightning_padmin.packing import refuse_unproven
 from lightning_padmin.stats import PaddingStats
 
 __all__ = ["PadMin"]
@@ -88,6 +89,7 @@ class PadMin:
             _refuse_disagreement(resolved, self._exchange)
         if self.config.enabled:
             _refuse_unsupported(accelerator, self.config)
+            refuse_unproven(self.config, "PadMin.micro_batches")
         self._batchers: weakref.WeakKeyDictionary[nn.Module, MicroBatcher] = weakref.WeakKeyDictionary()
         self._loops = LoopGuard()
         self._open: weakref.ref[nn.Module] | None = None

@@ -45,6 +45,7 @@ from lightning_padmin.guards import (
 )
 from lightning_padmin.loops import LoopGuard
 from lightning_padmin.microbatch import MicroBatch, MicroBatcher
+from lightning_padmin.packing import refuse_unproven
 from lightning_padmin.stats import PaddingStats
 from lightning_padmin.tree import iter_leaves
 
@@ -94,6 +95,7 @@ class FabricPadMin:
             raise ConfigError(f"defer_sync={defer_sync!r}: expected True, False or None")
         if self.config.enabled:
             _refuse_strategy(fabric.strategy, defer_sync)
+            refuse_unproven(self.config, "FabricPadMin.micro_batches")
         self.fabric = fabric
         self.stats = PaddingStats()
         self._since_metrics = PaddingStats()

@@ -67,6 +67,7 @@ from lightning_padmin.loops import LoopGuard
 from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatch, MicroBatcher, MicroBatches
 from lightning_padmin.model_proxy import chunked, transformers_models
+from lightning_padmin.packing import PackGate, gate_of, refuse_row_losses
 from lightning_padmin.schema import Field
 from lightning_padmin.stats import PaddingStats
 
@@ -86,6 +87,8 @@ class PadMinCallback(pl.Callback):
         token_budget: most slots (rows x longest row) of one micro-batch; None: the slots of the batch as it came.
         mode: "split", or "joint", which runs the model call in chunks inside of `training_step`, for losses that couple
             rows; "auto" is "split", and refuses what that would change.
+        layout: "pack" puts rows behind each other in one long row, where your model was measured not to leak; "auto"
+            does where that is proven and faster.
         check: "first-batch" compares gradients of a few rows, split and as they came, before the first step.
         loss_reduction: how `training_step` reduces its loss: "token-mean", "row-mean", "sum", or a function
             batch -> (rows,) row weights. It must be true: a wrong one trains something else.
@@ -110,6 +113,7 @@ class PadMinCallback(pl.Callback):
         token_budget: int | None = 16_384,
         *,
         mode: Literal["auto", "split", "joint", "replay"] = "auto",
+        layout: Literal["pad", "pack", "auto"] = "pad",
         check: Literal["first-batch", "off"] | bool = "first-batch",
         loss_reduction: LossReduction | RowWeight = "token-mean",
         normalize: Literal["rank", "global"] = "rank",
@@ -151,6 +155,7 @@ class PadMinCallback(pl.Callback):
         self._loss_tokens: int | None = None
         self._loops, self._told, self._logged = LoopGuard(), set[str](), set[str]()
         self._row_limit: int | None = None
+        self._gate: PackGate | None = None
         self._trainer: pl.Trainer | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -164,6 +169,7 @@ class PadMinCallback(pl.Callback):
         corrects, self._row_limit = any(each.severity == "correct" for each in findings), row_limit(findings)
         self._exchange = exchange_all if trainer.world_size > 1 else exchange_alone
         self._trainer = trainer
+        self._gate = _pack_gate(trainer, pl_module, self.config)
         if not pl_module.automatic_optimization:
             self._batcher = self._make_batcher(self.config, pl_module)
             return
@@ -176,9 +182,10 @@ class PadMinCallback(pl.Callback):
                 "lightning_padmin.PaddedForward in training_step, and leave the callback out"
             )
         # What the loss is reduced to is nobody's concern where the loss sees whole batches.
-        config = replace(self.config, loss_reduction="row-mean", normalize="rank") if joint else self.config
+        joint_config = replace(self.config, loss_reduction="row-mean", normalize="rank", layout="pad")
+        config = joint_config if joint else self.config
         self._batcher = self._make_batcher(config, pl_module)
-        self._check = FirstBatchCheck(trainer, config, self._exchange, models, corrects=corrects)
+        self._check = FirstBatchCheck(trainer, config, self._exchange, models, corrects=corrects, gate=self._gate)
         if self._checked is not None and self._checked() is pl_module:
             self._check.is_due = False  # an earlier fit of this module has told
         self._restore = lightning_loop.install(
@@ -318,6 +325,7 @@ class PadMinCallback(pl.Callback):
             "_check": None,
             "_checked": None,
             "_trainer": None,
+            "_gate": None,
             "_loops": LoopGuard(),
         }
 
@@ -328,14 +336,14 @@ class PadMinCallback(pl.Callback):
             self._checked = weakref.ref(self._check.module)
         self._loops.discard()
         self._since_log = PaddingStats()
-        self._restore = self._batcher = self._check = self._trainer = None
+        self._restore = self._batcher = self._check = self._trainer = self._gate = None
 
     def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:
         assert self._batcher is not None
         assert self._check is not None
         micro_batches = self._batcher.prepare(kwargs["batch"])
         if self._check.is_due:
-            self._check(kwargs, micro_batches.schema, micro_batches.table)
+            self._check(kwargs, micro_batches.schema, micro_batches.table, self._batcher.pack_style)
         self._count(micro_batches.stats)
         return micro_batches
 
@@ -353,6 +361,7 @@ class PadMinCallback(pl.Callback):
             encoder_decoder=is_encoder_decoder(module),
             before_reading=check,
             row_limit=self._row_limit,
+            gate=self._gate if self.config.mode != "joint" else None,
         )
 
     def _count(self, stats: PaddingStats) -> None:
@@ -369,7 +378,7 @@ class PadMinCallback(pl.Callback):
 
     @contextmanager
     def _chunked(self, models: dict[str, nn.Module]) -> Iterator[None]:
-        with chunked(models, self.config) as calls:
+        with chunked(models, self.config, gate=self._gate) as calls:
             yield
         if not calls:
             self._tell_once(
@@ -452,6 +461,35 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: s
         )
     if isinstance(strategy, DeepSpeedStrategy):
         find_engine(strategy)  # checks its version and its modes
+
+
+def _pack_gate(trainer: pl.Trainer, module: pl.LightningModule, config: PadMinConfig) -> PackGate | None:
+    """What decides whether rows are packed; None where they are not.
+
+    Raises:
+        MisconfigurationException: `layout="pack"` where it cannot be proven that training does not change.
+    """
+    if config.layout == "pad":
+        return None
+    models = transformers_models(module)
+    why = None
+    if not models:
+        why = "the module has no attribute that looks like a model of transformers, whose documents could be kept apart"
+    elif not module.automatic_optimization:
+        why = "with manual optimization nothing checks that your step hands position ids on"
+    elif config.check == "off" and config.mode != "joint":
+        why = "check='off' would leave unproven that your step hands position ids on"
+    elif lightning_loop.is_sharded(trainer) or isinstance(trainer.strategy, DeepSpeedStrategy):
+        why = f"under {type(trainer.strategy).__name__} the passes of the leak test are collective, which was not tried"
+    if why is not None and config.layout == "pack":
+        raise MisconfigurationException(f"layout='pack': {why}. Use layout='pad'")
+    if why is not None:
+        rank_zero_info(f"PadMinCallback: layout='pad': {why}")
+        return None
+    if config.mode != "joint":
+        refuse_row_losses(config)
+    around = trainer.precision_plugin.forward_context
+    return gate_of(models, config, around, lambda words: rank_zero_info(f"PadMinCallback: {words}"))
 
 
 def _heed_architecture(module: pl.LightningModule, mode: str, width: int) -> list[Finding]:

@@ -18,6 +18,8 @@ from lightning_padmin.fields import Schema
 from lightning_padmin.gradient_check import check_gradients
 from lightning_padmin.integrations.lightning_loop import is_sharded, quiet_training_step
 from lightning_padmin.model_proxy import chunked
+from lightning_padmin.pack_layout import PackStyle
+from lightning_padmin.packing import PackGate
 from lightning_padmin.rows import RowTable
 
 _MOST_BATCHES, _MOST_WITHOUT_GRADIENT = 100, 5
@@ -31,6 +33,7 @@ class FirstBatchCheck:
         config: the declarations.
         exchange: the collective.
         models: for joint mode, the models whose calls are chunked.
+        gate: decides whether rows are packed.
         corrects: whether it is known that rolling corrects what this architecture makes of left padding.
     """
 
@@ -42,21 +45,25 @@ class FirstBatchCheck:
         models: dict[str, nn.Module],
         *,
         corrects: bool = False,
+        gate: PackGate | None = None,
     ) -> None:
         self._trainer, self._config, self._exchange = trainer, config, exchange
-        self._models, self._corrects = models, corrects
+        self._models, self._corrects, self._gate = models, corrects, gate
         self._told, self._batches, self._without_gradient = False, 0, 0
         self._said: set[str] = set()
         self.is_due = config.check == "first-batch"
         self.has_passed, self.module = False, trainer.lightning_module
 
-    def __call__(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
+    def __call__(
+        self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable, packs: PackStyle | None = None
+    ) -> None:
         """Checks one batch; on all ranks or on none.
 
         Args:
             kwargs: what training_step is about to be called with, the batch first.
             schema: the batch's schema.
             table: its row table.
+            packs: what packs have; None where rows are padded.
 
         Raises:
             GradientCheckError: training would change; on all ranks, with the same message.
@@ -75,6 +82,7 @@ class FirstBatchCheck:
                 joint=self._chunked if self._models else None,
                 more_than_told=self._told,
                 is_sharded=is_sharded(self._trainer),
+                packs=packs,
             )
         self.is_due = self._batches < _MOST_BATCHES and not (outcome is not None and outcome.final)
         self.has_passed = outcome is not None and outcome.told and outcome.final
@@ -91,7 +99,7 @@ class FirstBatchCheck:
                 _say(f"mode {mode}: {outcome.words}", outcome.notable and not (outcome.told and self._corrects))
 
     def _chunked(self) -> AbstractContextManager[Any]:
-        return chunked(self._models, self._config)
+        return chunked(self._models, self._config, gate=self._gate)
 
 
 def _tolerance(trainer: pl.Trainer) -> float | None:

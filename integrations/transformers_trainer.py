@@ -44,6 +44,7 @@ from lightning_padmin.guards import (
 )
 from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatcher
+from lightning_padmin.packing import PackGate, gate_of, refuse_row_losses
 from lightning_padmin.sequence import MicroBatches
 from lightning_padmin.stats import PaddingStats
 
@@ -104,6 +105,7 @@ class PadMinTrainerMixin:
         if config.pad_token_id is None and known is not None:
             config = replace(config, pad_token_id=known)
         self._padmin = config
+        self._padmin_gate = _pack_gate(self, config)
         self._padmin_batcher = self._padmin_make_batcher(config, row_limit(findings))
         # For windows whose loss is a sum over the targets of all batches; None: the first batch is going to tell.
         self._padmin_pooling = self._padmin_make_batcher(replace(config, loss_reduction="sum"), row_limit(findings))
@@ -112,7 +114,8 @@ class PadMinTrainerMixin:
     def _padmin_make_batcher(self, config: PadMinConfig, limit: int | None) -> MicroBatcher:
         encoder_decoder = is_encoder_decoder(self.model)  # type: ignore[attr-defined]
         exchange = self._padmin_exchange
-        return MicroBatcher(config, exchange=exchange, encoder_decoder=encoder_decoder, row_limit=limit)
+        gate = self._padmin_gate
+        return MicroBatcher(config, exchange=exchange, encoder_decoder=encoder_decoder, row_limit=limit, gate=gate)
 
     def _padmin_guard(self, chunks: MicroBatches) -> MemoryGuard:
         """Only with DistributedDataParallel do ranks meet in the last pass alone."""
@@ -265,6 +268,7 @@ class PadMinTrainerMixin:
             tolerance=0.1 if accelerator.mixed_precision not in ("no", None) else None,
             exchange=self._padmin_exchange,
             is_sharded=sharded,
+            packs=batcher.pack_style,
         )
         self._padmin_checked += 1
         self._padmin_told = (outcome is not None and outcome.final) or self._padmin_checked >= _MOST_BATCHES
@@ -283,6 +287,31 @@ class PadMinTrainerMixin:
             if merged.batches:
                 logs.update(merged.metrics(self._padmin.log_prefix))
         super().log(logs, *args, **options)  # type: ignore[misc]
+
+
+def _pack_gate(trainer: Any, config: PadMinConfig) -> PackGate | None:
+    """What decides whether rows are packed; None where they are not.
+
+    Raises:
+        ConfigError: `layout="pack"` where that is not supported, or would stay unproven.
+    """
+    if config.layout == "pad":
+        return None
+    accelerator, why = trainer.accelerator, None
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        how = accelerator.distributed_type.value
+        why = f"under {how} the passes of the leak test are collective, which was not tried"
+    elif config.check == "off":
+        why = "check='off' would leave unproven that your loss takes packed rows"
+    elif trainer.label_smoother is not None:
+        why = "with label_smoothing_factor the first label of each document would not be left out"
+    if why is not None and config.layout == "pack":
+        raise ConfigError(f"layout='pack': {why}. Use layout='pad'")
+    if why is not None:
+        return None
+    refuse_row_losses(config)
+    model = accelerator.unwrap_model(trainer.model)
+    return gate_of({"model": model}, config, trainer.compute_loss_context_manager)
 
 
 def _check_signatures(kind: type) -> None:

@@ -40,6 +40,7 @@ from lightning_padmin.integrations.trl_refusals import (
 from lightning_padmin.integrations.trl_window import Window
 from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatcher
+from lightning_padmin.packing import PackGate, gate_of
 from lightning_padmin.stats import PaddingStats
 
 _NO_LIMIT = 2**40
@@ -74,10 +75,11 @@ class Engine:
         findings = inspect_model(trainer.model)
         refuse_model(findings)
         self._trainer, self._wanted, self._stock_scores = trainer, config.mode, stock_scores
+        self._said: set[str] = set()
         self._config = with_scan_chunk(_for_rows(config), trainer.model)
         self._row_limit = row_limit(findings)
         self._batchers: dict[int, MicroBatcher] = {}
-        self._said: set[str] = set()
+        self._gate = _pack_gate(trainer, config, self._say)
         self.mode, why = choose_mode(trainer, config.mode)
         self._checked = config.check == "off" or self.mode == "joint"
         self._may_read_padding = config.check != "off"
@@ -155,7 +157,11 @@ class Engine:
         """
         if min_micro_batches not in self._batchers:
             self._batchers[min_micro_batches] = MicroBatcher(
-                config, exchange=self._exchange, row_limit=self._row_limit, min_micro_batches=max(1, min_micro_batches)
+                config,
+                exchange=self._exchange,
+                row_limit=self._row_limit,
+                min_micro_batches=max(1, min_micro_batches),
+                gate=self._gate,
             )
         batcher = self._batchers[min_micro_batches]
         batcher.config = config
@@ -327,6 +333,29 @@ class Engine:
             self._said.add(words)
             if self._trainer.accelerator.is_main_process:
                 warnings.warn(f"PadMinMixin: {words}", PadMinWarning, stacklevel=3)
+
+
+def _pack_gate(trainer: Any, config: PadMinConfig, say: Callable[[str], None]) -> PackGate | None:
+    """What decides whether rows are packed; None where they are not.
+
+    Raises:
+        ConfigError: `layout="pack"` where that is not supported.
+    """
+    if config.layout == "pad":
+        return None
+    sees = getattr(trainer, "processing_class", None)
+    why = None
+    if trl_stock.distributed_type(trainer) == "FSDP":
+        why = "under FSDP the passes of the leak test are collective, which was not tried"
+    elif hasattr(sees, "image_processor"):
+        why = "a trainer with a processor may get images, whose rows are not packed"
+    if why is not None and config.layout == "pack":
+        raise ConfigError(f"layout='pack': {why}. Use layout='pad'")
+    if why is not None:
+        return None
+    models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
+    unwrapped = {name: trainer.accelerator.unwrap_model(model) for name, model in models.items() if model is not None}
+    return gate_of(unwrapped, config, trainer.accelerator.autocast, say if config.layout == "auto" else None)
 
 
 def _for_rows(config: PadMinConfig) -> PadMinConfig:

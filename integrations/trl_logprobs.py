@@ -7,18 +7,21 @@ for all columns from the shortest prompt on, and what belongs to completions is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_padmin.integrations.trl_images import joined
 from lightning_padmin.layout import SlotMap
 from lightning_padmin.memory import MemoryGuard
+from lightning_padmin.pack_layout import PackMap
 from lightning_padmin.rows import RowTable
 from lightning_padmin.sequence import MicroBatch, MicroBatches
 
@@ -54,6 +57,8 @@ def score_chunk(
     """
     width = slots.widths[0]
     source = slots.source_widths[0]
+    if isinstance(slots, PackMap):
+        return _score_pack(stock, model, micro, slots, completion, options)
     # A row's prompt ends where completions begin in the batch; a row without any prompt has nothing to predict from.
     prompts = (source - completion) - slots.start[:, 0]
     shortest = int(min(prompts.min(), width - 1))
@@ -62,6 +67,47 @@ def score_chunk(
     outputs = stock(model, ids, mask, width - shortest, **inputs, **options)
     per_token = tuple(None if each is None else _in_place(each, slots, shortest, completion) for each in outputs[:2])
     return Scores(per_token, tuple(outputs[2:]))
+
+
+def _score_pack(
+    stock: StockFunction, model: Any, micro: MicroBatch, slots: PackMap, completion: int, options: Mapping[str, Any]
+) -> Scores:
+    """Log-probs of one pack: of its documents' completions, the stock function seeing one long row."""
+    inputs = dict(micro.batch)
+    ids = inputs.pop("input_ids")
+    arguments = {name: inputs.pop(name) for name in slots.arguments(ids.device)}
+    del inputs["attention_mask"]
+    # What stock takes for the mask says here which tokens are scored: the completions', behind at least one token.
+    prompts = (slots.source_widths[0] - completion) - slots.start[:, 0]
+    scored = slots.positions >= np.repeat(np.maximum(prompts, 1), slots.length[:, 0])
+    mask = torch.as_tensor(scored, device=ids.device)[None]
+    with _called_with(model, arguments):
+        outputs = stock(model, ids, mask.to(ids.dtype), ids.shape[1] - 1, **inputs, **options)
+    per_token = tuple(
+        None if each is None else slots.restore(each.masked_fill(~mask[:, 1:], 0), first_column=1)[:, -completion:]
+        for each in outputs[:2]
+    )
+    return Scores(per_token, tuple(outputs[2:]))
+
+
+@contextmanager
+def _called_with(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """While open, the model inside of all wrappers gets these arguments, and no mask."""
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner  # DistributedDataParallel and its like
+    own, original = vars(model).get("forward"), model.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **given: Any) -> Any:
+        return original(*args, **{**given, "attention_mask": None, **arguments})
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
 
 
 def _in_place(scores: Tensor, slots: SlotMap, first: int, completion: int) -> Tensor:

@@ -58,7 +58,8 @@ class OfflineEngine:
             later = finding.rule == "balance-loss" or finding.exact_up_to is not None
             if finding.severity == "refuse" and not later:
                 raise ArchitectureError(f"{finding.where}: {finding.reason}")
-        self._config = with_scan_chunk(replace(config, loss_reduction="row-mean", normalize="rank"), trainer.model)
+        config = replace(config, loss_reduction="row-mean", normalize="rank", layout="pad")
+        self._config = with_scan_chunk(config, trainer.model)
         self.stats, self._since_log = PaddingStats(), PaddingStats()
         self._checked = config.check == "off" or self._is_sharded
         stock = trl_stock.stock_class(type(trainer))
@@ -162,6 +163,11 @@ def _refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
         raise ConfigError(
             f"mode={config.mode!r}: {name} needs its whole batch (pairs, metrics over all tokens), so its backbone "
             "runs in chunks inside of its loss. Set mode='joint' or mode='auto'"
+        )
+    if config.layout == "pack":
+        raise ConfigError(
+            f"layout='pack': the backbone of {name} runs in padded chunks. SFTTrainer packs by itself (packing=True, "
+            "without padmin); elsewhere use layout='pad'"
         )
     for option in ("packing", "padding_free"):
         if getattr(args, option, False):

@@ -52,6 +52,7 @@ class PadMinArguments:
     padmin_enabled: bool | None = _like("enabled")
     padmin_token_budget: str | None = _like("token_budget")
     padmin_mode: Literal["auto", "split", "joint", "replay"] | None = _like("mode")
+    padmin_layout: Literal["pad", "pack", "auto"] | None = _like("layout")
     padmin_check: Literal["first-batch", "off"] | None = _like("check")
     padmin_loss_reduction: Literal["token-mean", "row-mean", "sequence-mean", "sum"] | None = _like("loss_reduction")
     padmin_normalize: Literal["rank", "global"] | None = _like("normalize")

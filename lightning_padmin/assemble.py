@@ -38,8 +38,7 @@ class Assembler:
         self._batches, self._declared, self._inputs, self._model = batches, declared, inputs, model
         self._mask_key = batches.schema.mask
         real = batches.slot_maps[: len(batches.plan)]
-        self._rows = [len(slots) for slots in real]
-        self._widths = [slots.widths[0] for slots in real]
+        self._rows, self._widths = (list(sizes) for sizes in zip(*(slots.shape for slots in real), strict=True))
 
     def join(self, path: str, parts: Sequence[Any]) -> Any:
         """One output from those of the chunks (dummies last)."""
@@ -66,10 +65,12 @@ class Assembler:
         if kind == "drop":
             return None
         if kind == "flat":
-            rows = [len(slots) for slots in self._batches.slot_maps]
+            rows = [slots.shape[0] for slots in self._batches.slot_maps]
             shaped = [part.view(n, -1, *part.shape[1:]) for part, n in zip(parts, rows, strict=True)]
             return self._with_dummies(self._batches.restore(shaped), parts).flatten(0, 1)
         if kind == "row":
+            if self._batches.plan.is_packed:
+                raise BatchError(f"output {path!r} has one value per row, and packs have no rows: use layout='pad'")
             return self._with_dummies(self._batches.restore_rows(parts), parts)
         return self._with_dummies(self._batches.restore(parts, axis=self._axis(path)), parts)
 

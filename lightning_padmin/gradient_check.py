@@ -25,6 +25,7 @@ from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.fields import Schema
 from lightning_padmin.gradient_passes import LocalPasses, LossFunction, Passes, ShardedPasses
 from lightning_padmin.guards import has_experts
+from lightning_padmin.pack_layout import PackStyle
 from lightning_padmin.probe import (
     Ints,
     Probe,
@@ -101,6 +102,7 @@ def check_gradients(
     joint: Callable[[], AbstractContextManager[Any]] | None = None,
     more_than_told: bool = False,
     is_sharded: bool = False,
+    packs: PackStyle | None = None,
 ) -> Outcome | None:
     """Compares gradients of a few rows, split and as they came; on all ranks or on none.
 
@@ -116,6 +118,7 @@ def check_gradients(
         exchange: the collective.
         joint: a context in which `loss_fn` runs the model in chunks; then that is compared, not the split.
         is_sharded: whether parameters are sharded over ranks (FSDP), so that passes are collective.
+        packs: what packs have, where rows are packed and not padded.
         more_than_told: run only if these rows tell a token mean from a row mean, since earlier ones did not.
 
     Returns:
@@ -128,13 +131,14 @@ def check_gradients(
     """
     dtypes = {p.dtype for p in module.parameters()}
     limit = tolerance if tolerance is not None else _HALF_LIMIT if dtypes & _HALF else _LIMIT
-    probe = _agreed_probe(batch, schema, table, config, exchange, limit, joint is not None, more_than_told)
+    probe = _agreed_probe(batch, schema, table, config, exchange, limit, joint is not None, more_than_told, packs)
     if probe is None:
         return None
     arguments = (loss_fn, batch, schema, module, probe, joint)
     passes = ShardedPasses(*arguments, exchange=exchange) if is_sharded else LocalPasses(*arguments)
     try:
         check = _Check(passes, batch, schema, table, config, module, probe, exchange, limit, joint is not None)
+        check.is_packed = packs is not None
         return check.outcome()
     finally:
         passes.restore()
@@ -149,17 +153,18 @@ def _agreed_probe(
     limit: float,
     is_joint: bool,
     more_than_told: bool,
+    packs: PackStyle | None,
 ) -> Probe | None:
     """A probe of equally many rows on all ranks, or None on all."""
     if is_joint:  # coupled losses may need their whole batch, and it is what training is going to run
         return whole_probe(schema, table, config)
-    possible, telling = probe_sizes(table, config, limit)
+    possible, telling = probe_sizes(table, config, limit, packs is not None)
     agreed = exchange([sum(1 << n for n in possible), sum(1 << n for n in telling)])
     everywhere, somewhere = int(np.bitwise_and.reduce(agreed[:, 0])), int(np.bitwise_or.reduce(agreed[:, 1]))
     if everywhere == 0 or (more_than_told and not everywhere & somewhere):
         return None
     best = everywhere & somewhere or everywhere
-    return make_probe(batch, schema, table, config, best.bit_length() - 1)
+    return make_probe(batch, schema, table, config, best.bit_length() - 1, packs)
 
 
 class _Check:
@@ -181,6 +186,7 @@ class _Check:
         self._passes, self._batch, self._schema, self._table = passes, batch, schema, table
         self._config, self._module, self._probe, self._limit = config, module, probe, limit
         self._exchange, self._is_joint = exchange, is_joint
+        self.is_packed = False
 
     def outcome(self) -> Outcome:
         passes = self._passes
@@ -314,6 +320,11 @@ class _Check:
             f"{way} gradients of {n} rows differ from the un-split ones: relative difference {value:.2g} (limit "
             f"{self._limit:.0e}), most in {parameter!r}. "
         )
+        if self.is_packed:
+            differs += (
+                "Rows were packed (layout='pack'): the step must hand batch['position_ids'] and use_cache=False on to "
+                "the model, as model(**batch) does, and must not need the mask, which is None. "
+            )
         if status is _Status.EXACT:
             return f"{way} gradients of {n} rows are the un-split ones (relative difference {value:.1e})"
         if status is _Status.ROLLED:

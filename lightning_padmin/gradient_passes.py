@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.fields import Schema
 from lightning_padmin.isolation import ModuleState, random_states, same_random_states, without_dropout
-from lightning_padmin.layout import SlotMap, take_batch
+from lightning_padmin.layout import SlotMap
 from lightning_padmin.probe import Probe
 from lightning_padmin.sketch import Sketches, combine, difference, scales, sizes, sketch, sketched_gradients
 
@@ -91,7 +91,7 @@ class Passes(ABC):
             self._state.clear()
 
     def _taken(self, slots: SlotMap) -> Any:
-        return self._batch if slots.is_identity else take_batch(self._batch, self._schema, slots)
+        return self._batch if slots.is_identity else slots.take_batch(self._batch, self._schema)
 
 
 class LocalPasses(Passes):

@@ -59,6 +59,11 @@ class SlotMap:
         """Rows x width, both axes."""
         return len(self) * sum(self.widths)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and width of the micro-batch's entries."""
+        return len(self), self.widths[0]
+
     @cached_property
     def is_identity(self) -> bool:
         """Whether the micro-batch is the batch as it is, so that the batch itself can be passed on.
@@ -140,6 +145,24 @@ class SlotMap:
         filled = torch.where(steps > 0, anchor + steps.to(taken.dtype), front)
         return filled.movedim((0, 1), (field.row_dim, dim)).contiguous()
 
+    def take_batch(self, batch: Any, schema: Schema) -> Any:
+        """The micro-batch: same container types, each entry by its field. The caller's batch is only read."""
+
+        def take(path: str, leaf: Any) -> Any:
+            field = schema.fields.get(path, Field("static"))  # an optional entry that is None has no field
+            if field.kind == "static":
+                return leaf
+            if field.kind == "unit":
+                return _take_items(leaf, unit_index(self.units[path], self.rows))
+            if isinstance(leaf, Tensor):
+                return self.take(leaf, field)
+            if field.kind == "row":
+                return _take_items(leaf, self.rows, field.row_dim)
+            # torch reads neither negative strides nor, without a warning, arrays that cannot be written to.
+            return self.take(torch.from_numpy(np.require(leaf, requirements=["C", "W"])), field).numpy()
+
+        return map_leaves(batch, take, schema.fields)
+
     def restore(self, tensor: Tensor, first_column: int = 0, fill: float = 0, axis: Axis = "input") -> Tensor:
         """An output (n, W', ...) of the micro-batch in the batch's layout (n, L, ...), its rows in `rows`' order.
 
@@ -199,25 +222,6 @@ def pad_layout(
     return SlotMap(index, table.start[index], table.length[index], tuple(widths), *source)
 
 
-def take_batch(batch: Any, schema: Schema, slots: SlotMap) -> Any:
-    """The micro-batch of `slots`: same container types, each entry by its field. The caller's batch is only read."""
-
-    def take(path: str, leaf: Any) -> Any:
-        field = schema.fields.get(path, Field("static"))  # an optional entry that is None has no field
-        if field.kind == "static":
-            return leaf
-        if field.kind == "unit":
-            return _take_items(leaf, unit_index(slots.units[path], slots.rows))
-        if isinstance(leaf, Tensor):
-            return slots.take(leaf, field)
-        if field.kind == "row":
-            return _take_items(leaf, slots.rows, field.row_dim)
-        # torch reads neither negative strides nor, without a warning, arrays that cannot be written to.
-        return slots.take(torch.from_numpy(np.require(leaf, requirements=["C", "W"])), field).numpy()
-
-    return map_leaves(batch, take, schema.fields)
-
-
 def _take_items(leaf: Any, index: NDArray[np.int64], dim: int = 0) -> Any:
     if isinstance(leaf, Tensor):
         return _select(leaf, dim, torch.as_tensor(index, device=leaf.device))
@@ -227,3 +231,8 @@ def _take_items(leaf: Any, index: NDArray[np.int64], dim: int = 0) -> Any:
 def _select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
     """As `index_select`, which is slower on a trimmed view and does not take every dtype."""
     return tensor[(slice(None),) * dim + (index,)].contiguous()
+
+
+def take_batch(batch: Any, schema: Schema, slots: SlotMap) -> Any:
+    """`slots.take_batch(batch, schema)`."""
+    return slots.take_batch(batch, schema)

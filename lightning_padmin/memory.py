@@ -139,8 +139,9 @@ class MemoryGuard:
 
 def _shape(slots: SlotMap) -> tuple[int, int, int]:
     """Rows, width (both axes together), and half of the slots, but at least a row's; 0 for a single row."""
-    rows, width = len(slots), sum(slots.widths)
-    return rows, width, max(rows * width // 2, width) if rows > 1 else 0
+    rows, width = (len(slots), sum(slots.widths)) if len(slots.widths) > 1 else slots.shape
+    longest = int(slots.length.sum(axis=1).max()) if slots.shape[0] < len(slots) else width  # a pack: of its documents
+    return rows, width, max(rows * width // 2, longest) if len(slots) > 1 else 0
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,8 +21,10 @@ from lightning_padmin.errors import ConfigError, PadMinError, PadMinWarning, Pla
 from lightning_padmin.fields import AXES, Axis, Schema
 from lightning_padmin.guards import ArchitectureError
 from lightning_padmin.launch_meter import UNTIL_THEN, LaunchMeter
-from lightning_padmin.layout import SlotMap, pad_layout, take_batch
-from lightning_padmin.planner import Plan, plan_quietly
+from lightning_padmin.layout import SlotMap, pad_layout
+from lightning_padmin.pack_layout import PackStyle, pack_layout, refuse_unpackable
+from lightning_padmin.packing import PackGate
+from lightning_padmin.planner import Plan, plan_packs, plan_quietly
 from lightning_padmin.pool import pool
 from lightning_padmin.rows import RowTable, measure
 from lightning_padmin.schema import infer_schema
@@ -56,6 +58,10 @@ class MicroBatcher:
         before_reading: called before each batch is read; what it raises, all ranks hear of.
         row_limit: longest row that may be regrouped, see `guards.row_limit`.
         min_micro_batches: plans have at least this many, where there are as many rows.
+        gate: decides whether rows are packed; without one they are padded.
+
+    Raises:
+        ConfigError: `layout="pack"` without a gate, so that nobody has looked whether the model leaks.
     """
 
     def __init__(
@@ -68,10 +74,17 @@ class MicroBatcher:
         before_reading: Callable[[], None] | None = None,
         row_limit: int | None = None,
         min_micro_batches: int = 1,
+        gate: PackGate | None = None,
     ) -> None:
+        self.config, self.encoder_decoder = as_config(config), encoder_decoder
+        if gate is None and self.config.layout == "pack":
+            raise ConfigError(
+                "layout='pack' is only for models that were measured not to leak, and here no model is known: use "
+                "PaddedForward(model, config), PadMinCallback, PadMinTrainerMixin or PadMinMixin"
+            )
+        self._gate = gate
         self.min_micro_batches = min_micro_batches
         self._before_reading, self._row_limit = before_reading, row_limit
-        self.config, self.encoder_decoder = as_config(config), encoder_decoder
         self._declared, self._last_schema = schema, schema
         self._exchange = exchange or exchange_alone
         self._shapes: ShapeSet | None = None
@@ -114,7 +127,7 @@ class MicroBatcher:
         return self._assemble(batch, schema, table, plan, agreed)
 
     def read_together(self, batch: Any) -> tuple[Schema, RowTable]:
-        """`read`, on all ranks.
+        """`read`, on all ranks; decides whether rows are packed, where that is open.
 
         Raises:
             PadMinError: on every rank when any rank cannot understand its batch.
@@ -123,6 +136,7 @@ class MicroBatcher:
         error: Exception | None = None
         try:
             local = self.read(batch)
+            self._packs(*local)
         except Exception as caught:
             error = caught
         raise_together(error, self._exchange([_code(error)])[:, 0])
@@ -175,6 +189,10 @@ class MicroBatcher:
     def _plan(self, batch: Any) -> tuple[Schema, RowTable, Plan]:
         config = self.config
         schema, table = self.read(batch)
+        if self._packs(schema, table):
+            plan = self._plan_packs(batch, schema, table)
+            self._tell(table, plan)
+            return schema, table, plan
         plan = plan_quietly(
             table.length,
             config.token_budget if config.token_budget is not None else self._slots_without_us(schema),
@@ -191,6 +209,27 @@ class MicroBatcher:
         )
         self._tell(table, plan)  # before the agreement: where warnings are errors, all ranks raise
         return schema, table, plan
+
+    def _packs(self, schema: Schema, table: RowTable) -> bool:
+        """Whether this batch is packed; an encoder-decoder's only to be refused."""
+        return self._gate is not None and (len(schema.widths) > 1 or self._gate(table.length[:, 0]))
+
+    def _plan_packs(self, batch: Any, schema: Schema, table: RowTable) -> Plan:
+        config = self.config
+        refuse_unpackable(batch, schema, table)
+        return plan_packs(
+            table.length[:, 0],
+            config.token_budget if config.token_budget is not None else self._slots_without_us(schema),
+            max_rows=config.max_rows,
+            min_micro_batches=min(self.min_micro_batches, len(table)),
+            launch_cost=self._launch_cost,
+            riders=table.weight == 0,
+        )
+
+    @property
+    def pack_style(self) -> PackStyle | None:
+        """What packs have, once it is decided that rows are packed."""
+        return self._gate.style if self._gate is not None and self._gate.verdict else None
 
     @property
     def _launch_cost(self) -> int:
@@ -226,19 +265,14 @@ class MicroBatcher:
     def _assemble(
         self, batch: Any, schema: Schema, table: RowTable, plan: Plan, agreed: NDArray[np.int64]
     ) -> MicroBatches:
-        config, count = self.config, int(agreed[:, 1].max())
+        count = int(agreed[:, 1].max())
         planned_slots = plan.slots
         plan = plan.at_least(count)
         limits = None if schema.can_widen else schema.widths
         # One group holds all rows: keep them in the caller's order, so that an untouched batch is passed on as it is.
-        groups = list(plan.groups) if len(plan) > 1 else [np.arange(len(table))]
+        groups = list(plan.groups) if len(plan) > 1 or plan.is_packed else [np.arange(len(table))]
         groups += [self._dummy_row(table)] * (count - len(plan))
-        least: list[Any] = [None] * len(groups)
-        if plan.shapes is not None:
-            alone = plan.shapes.widths_of(1, table.length[groups[-1]].max(axis=0))
-            least = [*plan.widths, *[alone] * (count - len(plan))]
-        multiple = config.pad_to_multiple_of
-        maps = [pad_layout(table, rows, multiple, limits, widths) for rows, widths in zip(groups, least, strict=True)]
+        maps = self._maps(table, plan, groups, limits)
         weights, shares = self._weights(table, groups, len(plan), agreed)
         stats = PaddingStats(
             batches=1,
@@ -261,6 +295,19 @@ class MicroBatcher:
             self._meter.begin()
         lost = int(agreed[:, 5].sum())
         return MicroBatches(batch, schema, table, plan, maps, weights, shares, stats, grows, lost, self._meter)
+
+    def _maps(
+        self, table: RowTable, plan: Plan, groups: list[NDArray[np.int64]], limits: Sequence[int] | None
+    ) -> list[SlotMap]:
+        """The index map of each group, dummies included."""
+        if plan.is_packed:
+            return [pack_layout(table, rows, self.pack_style) for rows in groups]
+        multiple = self.config.pad_to_multiple_of
+        if plan.shapes is None:
+            return [pad_layout(table, rows, multiple, limits) for rows in groups]
+        alone = plan.shapes.widths_of(1, table.length[groups[-1]].max(axis=0))
+        least = [*plan.widths, *[alone] * (len(groups) - len(plan))]
+        return [pad_layout(table, rows, multiple, limits, widths) for rows, widths in zip(groups, least, strict=True)]
 
     @staticmethod
     def _dummy_row(table: RowTable) -> NDArray[np.int64]:
@@ -366,9 +413,9 @@ def compact(batch: Any, config: PadMinConfig | None = None) -> CompactBatch:
     Raises:
         PadMinError: the batch's layout is ambiguous or its values are malformed.
     """
-    config = replace(as_config(config), loss_reduction="row-mean")
+    config = replace(as_config(config), loss_reduction="row-mean", layout="pad")
     schema, table = MicroBatcher(config).read(batch)
     limits = None if schema.can_widen else schema.widths
     slots = pad_layout(table, np.arange(len(table)), config.pad_to_multiple_of, limits)
     lengths = table.length if table.length.shape[1] == len(AXES) else table.length[:, 0]
-    return CompactBatch(batch if slots.is_identity else take_batch(batch, schema, slots), lengths, slots)
+    return CompactBatch(batch if slots.is_identity else slots.take_batch(batch, schema), lengths, slots)

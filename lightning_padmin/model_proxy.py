@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange
+from lightning_padmin.packing import PackGate
 from lightning_padmin.padded_forward import PaddedForward
 from lightning_padmin.stats import PaddingStats
 
@@ -33,13 +34,19 @@ def transformers_models(module: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def chunked(models: dict[str, nn.Module], config: PadMinConfig, exchange: Exchange | None = None) -> Iterator[Calls]:
+def chunked(
+    models: dict[str, nn.Module],
+    config: PadMinConfig,
+    exchange: Exchange | None = None,
+    gate: PackGate | None = None,
+) -> Iterator[Calls]:
     """While the context is open, calls of these models are those of a `PaddedForward` in joint mode.
 
     Args:
         models: by any name.
         config: the options.
         exchange: the collective, where every rank must run the same number of chunks.
+        gate: decides whether rows are packed.
 
     Yields:
         The `PaddingStats` of each call.
@@ -47,7 +54,7 @@ def chunked(models: dict[str, nn.Module], config: PadMinConfig, exchange: Exchan
     calls = Calls()
     with ExitStack() as stack:
         for model in models.values():
-            stack.enter_context(_Proxy(model, config, exchange, calls.append).installed())
+            stack.enter_context(_Proxy(model, config, exchange, gate, calls.append).installed())
         yield calls
 
 
@@ -71,8 +78,10 @@ class _Proxy:
         model: nn.Module,
         config: PadMinConfig,
         exchange: Exchange | None,
+        gate: PackGate | None,
         on_call: Callable[[PaddingStats], None],
     ) -> None:
+        self._gate = gate
         self._model, self._original, self._on_call = model, model.forward, on_call
         self._config, self._exchange = replace(config, labels_key=_LABELS), exchange
         self._parameters = list(inspect.signature(model.forward).parameters)
@@ -106,7 +115,8 @@ class _Proxy:
             return self._original(**inputs)
         if inputs.get(_LABELS) is None:  # backbones are passed on what only the head reads
             inputs.pop("num_items_in_batch", None)
-        padded = PaddedForward(self._model, replace(self._config, mask_key=own_name), exchange=self._exchange)
+        config = replace(self._config, mask_key=own_name)
+        padded = PaddedForward(self._model, config, exchange=self._exchange, gate=self._gate)
         self._inside = True
         try:
             outputs = padded(**inputs)

@@ -26,6 +26,7 @@ from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import BatchError, ConfigError
 from lightning_padmin.guards import ArchitectureError, batch_statistics, inspect_model, row_limit, with_scan_chunk
 from lightning_padmin.microbatch import MicroBatcher
+from lightning_padmin.packing import PackGate, gate_of
 from lightning_padmin.sequence import MicroBatch, MicroBatches
 
 NoSync = Callable[[], AbstractContextManager[Any]]
@@ -42,6 +43,7 @@ class PaddedForward:
         no_sync: e.g. `ddp.no_sync`; entered for every chunk's forward pass but the last (and, in replay, its backward
             pass), so that gradients are reduced once. Leave it out under FSDP and ZeRO.
         exchange: the collective, where every rank must run the same number of chunks (FSDP); default: this one alone.
+        gate: what decides whether rows are packed, where it has been made already; default: one for this model.
         outputs: what outputs with other names are: `"position"`, `"row"`, `"flat"` (rows x positions in one dimension)
             or `"drop"`.
 
@@ -66,6 +68,7 @@ class PaddedForward:
         no_sync: NoSync | None = None,
         *,
         exchange: Exchange | None = None,
+        gate: PackGate | None = None,
         outputs: Mapping[str, OutputKind] | None = None,
     ) -> None:
         if mode not in _MODES:
@@ -79,7 +82,9 @@ class PaddedForward:
         if isinstance(model, nn.Module):
             self.config = with_scan_chunk(self.config, model)
         self.micro_batches: MicroBatches | None = None
-        self._batcher = MicroBatcher(self.config, exchange=exchange, row_limit=row_limit(findings))
+        if gate is None and isinstance(model, nn.Module):
+            gate = gate_of({"": _unwrapped(model)}, self.config)
+        self._batcher = MicroBatcher(self.config, exchange=exchange, row_limit=row_limit(findings), gate=gate)
         self._outputs = dict(outputs or {})
         self._takes_use_cache = _takes(model, "use_cache")
         self._pending: list[_Chunk] = []
@@ -218,9 +223,14 @@ class _RandomState:
             yield
 
 
-def _takes(model: Any, name: str) -> bool:
+def _unwrapped(model: Any) -> Any:
     while isinstance(model, nn.Module) and isinstance(inner := getattr(model, "module", None), nn.Module):
         model = inner  # DistributedDataParallel and its like
+    return model
+
+
+def _takes(model: Any, name: str) -> bool:
+    model = _unwrapped(model)
     function = model.forward if isinstance(model, nn.Module) else model
     parameters = inspect.signature(function).parameters
     passed_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())

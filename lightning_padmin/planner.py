@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_padmin.errors import PadMinWarning, PlanError
+from lightning_padmin.pack_planner import first_fit_decreasing
 from lightning_padmin.search import (
     Bools,
     Ints,
@@ -64,6 +65,7 @@ class Plan:
         notice: what exceeds the limits, in words; empty if nothing does.
         slot_cost: what the width of a row costs.
         shapes: the shapes that groups have, if they are bounded.
+        is_packed: each group is one row of whole documents; its width is the sum of their lengths.
     """
 
     groups: tuple[Ints, ...]
@@ -77,6 +79,7 @@ class Plan:
     notice: str = field(default="", repr=False)
     slot_cost: SlotCost = field(default=SlotCost())
     shapes: ShapeSet | None = field(default=None, repr=False)
+    is_packed: bool = False
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -112,7 +115,8 @@ class Plan:
 
     def _areas(self, widths: Ints) -> Ints:
         """(K,) int64: rows x width of each group, for (K, A) widths."""
-        areas: Ints = np.array([len(rows) for rows in self.groups], np.int64) * widths.sum(axis=1)
+        counts = 1 if self.is_packed else np.array([len(rows) for rows in self.groups], np.int64)
+        areas: Ints = counts * widths.sum(axis=1)
         return areas
 
     def at_least(self, k: int) -> Plan:
@@ -138,7 +142,10 @@ class Plan:
             best = heapq.heappop(heap)
             for piece in (best.rows[: best.position], best.rows[best.position :]):
                 heapq.heappush(heap, _best_cut(piece, next(serial), self))
-        groups, widths = _longest_first([cut.rows for cut in heap], self.lengths, self.rounded, self.shapes)
+        pieces = [cut.rows for cut in heap]
+        if self.is_packed:
+            return _with_packs(self, pieces)
+        groups, widths = _longest_first(pieces, self.lengths, self.rounded, self.shapes)
         return replace(self, groups=groups, widths=widths)
 
 
@@ -285,6 +292,8 @@ class _Cut(NamedTuple):
 
 def _best_cut(rows: Ints, serial: int, plan: Plan) -> _Cut:
     """The cut of `rows` (n,) that saves most cost, then slots, of those that leave a non-rider on both sides."""
+    if plan.is_packed:
+        return _half_of_pack(rows, serial, plan)
     carriers = np.cumsum(~plan.riders[rows])
     allowed = (carriers[:-1] > 0) & (carriers[:-1] < carriers[-1])
     if plan.shapes is not None:
@@ -299,6 +308,73 @@ def _best_cut(rows: Ints, serial: int, plan: Plan) -> _Cut:
         allowed &= loss == loss[allowed].min()
     best = int(np.where(allowed, slots, 1).argmin())
     return _Cut(int(loss[best]), int(slots[best]), serial, best + 1, rows)
+
+
+def _half_of_pack(rows: Ints, serial: int, plan: Plan) -> _Cut:
+    """The cut nearest to the middle of a pack that leaves a non-rider on both sides; the longest pack is cut first."""
+    carriers = np.cumsum(~plan.riders[rows])
+    allowed = np.flatnonzero((carriers[:-1] > 0) & (carriers[:-1] < carriers[-1]))
+    tokens = np.cumsum(plan.rounded[rows, 0])
+    if not len(allowed):
+        return _Cut(1, 0, serial, 0, rows)
+    best = int(allowed[np.abs(2 * tokens[allowed] - tokens[-1]).argmin()])
+    return _Cut(0, -int(tokens[-1]), serial, best + 1, rows)
+
+
+def _with_packs(plan: Plan, packs: list[Ints]) -> Plan:
+    """The plan with these groups, those of most tokens first."""
+    tokens = np.array([plan.lengths[rows, 0].sum() for rows in packs], np.int64)
+    order = np.lexsort((np.arange(len(packs)), -tokens))
+    return replace(plan, groups=tuple(packs[k] for k in order), widths=tokens[order][:, None])
+
+
+def plan_packs(
+    lengths: Any,
+    token_budget: int | None = None,
+    *,
+    max_rows: int | None = None,
+    min_micro_batches: int = 1,
+    launch_cost: int = 128,
+    riders: Any = None,
+) -> Plan:
+    """Puts whole rows behind each other in packs whose tokens stay within a budget, first-fit decreasing.
+
+    Args:
+        lengths: (B,) integers of at least 1, in tokens.
+        token_budget: most tokens of one pack. None: all of them.
+        max_rows: most rows of one pack.
+        min_micro_batches: packs are cut further until there are this many.
+        launch_cost: what one more pack costs, in slots; part of `Plan.cost` alone.
+        riders: see `plan_micro_batches`.
+
+    Returns:
+        A plan with `is_packed`, whose slots are the tokens themselves.
+
+    Raises:
+        PlanError: an option or a length is out of range.
+
+    Example:
+        >>> plan = plan_packs([120, 90, 300, 40, 55, 30, 210, 65], 512)
+        >>> [rows.tolist() for rows in plan.groups], plan.slots
+        ([[2, 6], [0, 1, 7, 4, 3, 5]], 910)
+    """
+    _check_integer("min_micro_batches", min_micro_batches)
+    _check_integer("launch_cost", launch_cost, least=0, most=_MOST)
+    table = _as_lengths(lengths)
+    if table.shape[1] > 1:
+        raise PlanError("rows with two lengths, of an encoder-decoder, cannot be packed")
+    total = int(table.sum())
+    if total >= 2**62:
+        raise PlanError(f"lengths sum to {total}, which is above 2**62; plan fewer rows")
+    budget = max(total, 1) if token_budget is None else _check_integer("token_budget", token_budget)
+    most = max(len(table), 1) if max_rows is None else _check_integer("max_rows", max_rows)
+    riding = _as_riders(riders, len(table))
+    alone = np.flatnonzero(table[:, 0] > budget)
+    plan = Plan((), table[:0], table, alone, table, riding, budget, int(launch_cost), is_packed=True)
+    if not len(table):
+        return plan
+    plan = _with_packs(plan, first_fit_decreasing(table[:, 0], budget, most, riding))
+    return replace(plan, notice=_over_limits(plan, Limits(budget, most, plan.launch_cost))).at_least(min_micro_batches)
 
 
 def _cut_losses(table: Ints) -> Ints:

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.fields import Schema
 from lightning_padmin.layout import SlotMap, pad_layout
+from lightning_padmin.pack_layout import PackStyle, pack_layout
 from lightning_padmin.rows import RowTable
 from lightning_padmin.tree import iter_leaves, last_part
 
@@ -34,24 +35,30 @@ class Probe:
     parts: tuple[SlotMap, SlotMap]
 
 
-def probe_sizes(table: RowTable, config: PadMinConfig, limit: float) -> tuple[set[int], set[int]]:
+def probe_sizes(table: RowTable, config: PadMinConfig, limit: float, packs: bool = False) -> tuple[set[int], set[int]]:
     """How many rows a probe of this batch can have, two to four, and with how many it tells reductions apart.
 
     Ranks probe the same number of rows, since a training step may gather what they compute.
     """
-    groups = {n: each for n in range(2, _MOST_ROWS + 1) if (each := _groups(table, config, n)) is not None}
+    least = 3 if packs else 2  # one pack of two documents, or nothing could leak
+    groups = {n: each for n in range(least, _MOST_ROWS + 1) if (each := _groups(table, config, n)) is not None}
     return set(groups), {n for n, each in groups.items() if tells_reductions(table, each, limit)}
 
 
-def make_probe(batch: Any, schema: Schema, table: RowTable, config: PadMinConfig, n: int) -> Probe:
+def make_probe(
+    batch: Any, schema: Schema, table: RowTable, config: PadMinConfig, n: int, packs: PackStyle | None = None
+) -> Probe:
     """`n` rows that carry loss, half with few and half with many loss tokens, within the budget if that can be."""
     groups = _groups(table, config, n)
     assert groups is not None
     rows = np.sort(np.concatenate(groups))
     may_crop = not masked_tokens_vary(batch, schema, table, rows)
     came = _as_it_came(table, rows, _budget(table, config) if may_crop else None, config.pad_to_multiple_of)
-    layouts = [_rolled(schema, table, each, config) for each in (*groups, rows)]
-    return Probe(rows, groups, came, layouts[2], (layouts[0], layouts[1]))
+    whole = _rolled(schema, table, rows, config)
+    parts = [
+        _rolled(schema, table, each, config) if packs is None else pack_layout(table, each, packs) for each in groups
+    ]
+    return Probe(rows, groups, came, whole, (parts[0], parts[1]))
 
 
 def whole_probe(schema: Schema, table: RowTable, config: PadMinConfig) -> Probe:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_padmin.errors import BatchError
 from lightning_padmin.fields import Axis, Schema
 from lightning_padmin.launch_meter import LaunchMeter
-from lightning_padmin.layout import SlotMap, take_batch
+from lightning_padmin.layout import SlotMap
 from lightning_padmin.planner import Plan
 from lightning_padmin.rows import RowTable
 from lightning_padmin.stats import PaddingStats
@@ -101,7 +101,7 @@ class MicroBatches(Sequence[MicroBatch]):
         slots = self.slot_maps[k]
         if self._meter is not None:
             self._meter.gathered(len(slots), sum(slots.widths))
-        batch = self._batch if slots.is_identity else take_batch(self._batch, self.schema, slots)
+        batch = self._batch if slots.is_identity else slots.take_batch(self._batch, self.schema)
         return MicroBatch(batch, float(self.weights[k]), slots.rows, k, len(self), self.is_dummy(k))
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -118,7 +118,7 @@ class MicroBatches(Sequence[MicroBatch]):
         Raises:
             BatchError: an output is missing, or has another number of rows than its micro-batch.
         """
-        pairs = self._without_dummies(outputs)
+        pairs = self._without_dummies(outputs, [len(slots) for slots in self.slot_maps])
         rows = np.concatenate([slots.rows for slots, _ in pairs])
         joined = torch.cat([output for _, output in pairs])
         return joined.index_select(0, torch.as_tensor(np.argsort(rows), device=joined.device))
@@ -131,12 +131,12 @@ class MicroBatches(Sequence[MicroBatch]):
         Raises:
             BatchError: an output is missing, or does not fit its micro-batch.
         """
-        pairs = self._without_dummies(outputs)
+        pairs = self._without_dummies(outputs, [slots.shape[0] for slots in self.slot_maps])
         return self.restore_rows([slots.restore(part, first_column, fill, axis) for slots, part in pairs])
 
-    def _without_dummies(self, outputs: Sequence[Tensor]) -> list[tuple[SlotMap, Tensor]]:
+    def _without_dummies(self, outputs: Sequence[Tensor], rows: Sequence[int]) -> list[tuple[SlotMap, Tensor]]:
         maps = self.slot_maps[: len(self.plan)]
-        wanted = [len(slots) for slots in maps]
+        wanted = list(rows[: len(maps)])
         sizes = [len(output) if output.ndim else 0 for output in outputs]
         if len(outputs) not in (len(maps), len(self)) or sizes[: len(maps)] != wanted:
             raise BatchError(

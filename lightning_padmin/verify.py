@@ -126,7 +126,7 @@ def verify_equivalence(
 
     If the gradients differ, the other ways to reduce a loss are tried, and the one that matches is named.
     """
-    config = as_config(config)
+    config = replace(as_config(config), layout="pad")
     dtype = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
     limit = TOLERANCES.get(dtype, 1e-3) if tolerance is None else tolerance
     with untouched(module), without_dropout(module):

@@ -125,6 +125,7 @@ VALUES = {
     "pad_to_multiple_of": [("8", 8)],
     "max_rows": [("3", 3)],
     "cost_multiple_of": [("256", 256)],
+    "layout": [("auto", "auto")],
     "shape_buckets": [("16", 16), ("none", None)],
     "attention_width": [("4096", 4096)],
     "launch_cost": [("0", 0), ("measured", "measured")],

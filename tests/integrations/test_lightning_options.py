@@ -48,6 +48,7 @@ VALUES: dict[str, Any] = {
     "static_keys": ("table",),
     "pad_to_multiple_of": 8,
     "max_rows": 3,
+    "layout": "auto",
     "shape_buckets": 16,
     "attention_width": 4096,
     "launch_cost": 0,

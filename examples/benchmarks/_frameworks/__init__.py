@@ -1,0 +1,1 @@
+"""Parts of `examples/benchmarks/frameworks.py`."""

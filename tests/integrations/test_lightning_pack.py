@@ -1,0 +1,198 @@
+"""layout="pack" inside of a Trainer, against the same Trainer without the callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+import torch
+from architectures import zoo
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support import LENGTHS, Module, fit, padmin, ragged_batches, relative, token_losses
+from torch import Tensor, nn
+from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from lightning_padmin.errors import ConfigError, GradientCheckError
+from lightning_padmin.guards import ArchitectureError
+from lightning_padmin.microbatch import MicroBatcher
+
+SIZES = {
+    "vocab_size": support.VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+EXACT = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Models of transformers cast to float32 by name; in here that name means float64, so that bounds are tight."""
+    with zoo.quiet(), zoo.default_dtype(torch.float64), zoo.upcasts_to(torch.float64):
+        yield
+
+
+def qwen2(attention: str = "sdpa") -> nn.Module:
+    torch.manual_seed(1)
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, attn_implementation=attention)).double()
+
+
+def lfm2() -> nn.Module:
+    torch.manual_seed(1)
+    config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
+    return Lfm2ForCausalLM(config).double()
+
+
+class OwnLoss(Module):
+    """The loss that the model itself makes of labels."""
+
+    def __init__(self, make: Callable[[], nn.Module] = qwen2) -> None:
+        super().__init__()
+        self.model = make()
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        return self.model(**batch).loss
+
+
+class StepLoss(OwnLoss):
+    """A loss of the step's own, which hands on what the model needs."""
+
+    reads = ("input_ids", "attention_mask", "position_ids")
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        logits = self.model(**{name: batch[name] for name in self.reads if name in batch}, use_cache=False).logits
+        return token_losses(logits, batch["labels"]).sum() / (batch["labels"][:, 1:] != -100).sum()
+
+
+class Forgetful(StepLoss):
+    """Leaves the positions out."""
+
+    reads = ("input_ids", "attention_mask")
+
+
+class Summed(StepLoss):
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        logits = self.model(**{name: batch[name] for name in self.reads if name in batch}, use_cache=False).logits
+        return token_losses(logits, batch["labels"]).sum() / 100
+
+
+class Coupled(StepLoss):
+    """A softmax over rows."""
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return torch.logsumexp(token_losses(logits, batch["labels"]).sum(1) / 10, 0)
+
+
+def worst(a: Module, b: Module) -> float:
+    assert len(a.gradients) == len(b.gradients) > 0
+    return max(relative(x, y) for x, y in zip(a.gradients, b.gradients, strict=True))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", [OwnLoss, StepLoss])
+def test_gradients_losses_and_metrics_are_the_stock_ones(kind: type[OwnLoss], attention: str) -> None:
+    batches = ragged_batches(4)
+
+    def make() -> OwnLoss:
+        return kind(lambda: qwen2(attention))
+
+    stock, packed, callback = make(), make(), padmin(layout="pack")
+    plain = fit(stock, batches, accumulate_grad_batches=2)
+    trainer = fit(packed, batches, callback, accumulate_grad_batches=2)
+    assert worst(packed, stock) <= EXACT
+    torch.testing.assert_close(packed.losses, stock.losses, rtol=1e-12, atol=0)
+    for name, value in plain.callback_metrics.items():
+        torch.testing.assert_close(trainer.callback_metrics[name], value, rtol=1e-12, atol=0)
+    stats = callback.stats
+    assert stats.slots == stats.real_tokens == 4 * sum(LENGTHS)
+    assert stats.waste == 0
+    assert stats.loss_tokens == 4 * (sum(LENGTHS) - len(LENGTHS))
+    assert stats.micro_batches > stats.batches
+
+
+def test_weights_of_one_over_k_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evenly(self: Any, table: Any, groups: list[Any], real: int, agreed: Any) -> Any:
+        return np.full(len(groups), 1 / len(groups)), np.full(len(groups), 1 / len(groups))
+
+    stock, packed = OwnLoss(), OwnLoss()
+    fit(stock, ragged_batches(2))
+    monkeypatch.setattr(MicroBatcher, "_weights", evenly)
+    fit(packed, ragged_batches(2), padmin(layout="pack", check="first-batch"))
+    assert worst(packed, stock) > 1e-2
+
+
+def test_a_summed_loss() -> None:
+    stock, packed = Summed(), Summed()
+    fit(stock, ragged_batches(2))
+    fit(packed, ragged_batches(2), padmin(layout="pack", loss_reduction="sum"))
+    assert worst(packed, stock) <= EXACT
+
+
+def test_joint_mode_packs_inside_of_the_step() -> None:
+    """For losses that couple rows: they see the batch as it came."""
+    batches = ragged_batches(2)
+    stock, packed, callback = Coupled(), Coupled(), padmin(layout="pack", mode="joint")
+    fit(stock, batches)
+    fit(packed, batches, callback)
+    assert worst(packed, stock) <= EXACT
+    assert packed.shapes == stock.shapes
+    assert callback.stats.waste == 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "joint"])
+def test_a_model_that_leaks_is_refused_with_what_was_measured(mode: Any) -> None:
+    kind = StepLoss if mode == "auto" else Coupled
+    module = kind(lfm2)
+    with pytest.raises(ArchitectureError, match=r"layout='pack': .*Lfm2ForCausalLM.* outputs change by \d") as error:
+        fit(module, ragged_batches(2), padmin(layout="pack", mode=mode))
+    assert "Use layout='pad'" in str(error.value)
+    assert not module.gradients
+    stock = kind(lfm2)
+    fit(stock, ragged_batches(2))
+    again = kind(lfm2)
+    fit(again, ragged_batches(2), padmin(layout="auto", mode=mode))
+    assert worst(again, stock) <= EXACT
+
+
+def test_a_step_that_leaves_out_positions_is_refused() -> None:
+    """The model is fine; the step lets documents run into each other."""
+    module = Forgetful()
+    with pytest.raises(GradientCheckError, match=r"Rows were packed .*must hand batch\['position_ids'\] and"):
+        fit(module, ragged_batches(2), padmin(layout="pack"))
+    assert not module.gradients
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "trainer", "message"),
+    [
+        (Module, {}, {}, "no attribute that looks like a model of transformers"),
+        (OwnLoss, {"check": "off"}, {}, "check='off' would leave unproven"),
+        (OwnLoss, {"loss_reduction": "row-mean"}, {}, "a pack is one row of many documents"),
+    ],
+)
+def test_what_is_refused_at_the_start(
+    make: Callable[[], Module], options: dict[str, Any], trainer: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((MisconfigurationException, ConfigError), match=message):
+        fit(make(), ragged_batches(2), padmin(layout="pack", **options), **trainer)
+
+
+def test_manual_optimization_is_not_packed() -> None:
+    module = OwnLoss()
+    module.automatic_optimization = False
+    with pytest.raises(MisconfigurationException, match="with manual optimization nothing checks"):
+        fit(module, ragged_batches(2), padmin(layout="pack"))
+
+
+def test_auto_pads_here_and_trains_the_same() -> None:
+    stock, ours, callback = OwnLoss(), OwnLoss(), padmin(layout="auto")
+    fit(stock, ragged_batches(2))
+    fit(ours, ragged_batches(2), callback)
+    assert worst(ours, stock) <= EXACT
+    assert callback.stats.slots > callback.stats.real_tokens
