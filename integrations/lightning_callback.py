@@ -26,6 +26,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceXLAStrategy,
     XLAStrategy,
 )
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
@@ -162,8 +163,12 @@ class PadMinCallback(pl.Callback):
         """Refuses what cannot be exact, then replaces the optimization loop."""
         if not self.config.enabled:
             return
-        if self._restore is not None:  # an earlier fit has ended without telling us
-            self._remove()
+        if self._restore is not None:
+            if self._trainer is not None and self._trainer is not trainer and _is_running(self._trainer):
+                raise MisconfigurationException(
+                    "this PadMinCallback is in the middle of another Trainer's fit: give each Trainer one of its own"
+                )
+            self._remove()  # an earlier fit has ended without telling us
         _refuse_unsupported(trainer, pl_module, self.config.mode)
         findings = _heed_architecture(pl_module, self.config.mode, self.config.pad_to_multiple_of)
         corrects, self._row_limit = any(each.severity == "correct" for each in findings), row_limit(findings)
@@ -294,13 +299,16 @@ class PadMinCallback(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the Trainer as it was."""
+        if self._belongs_to_another(trainer):
+            return
         if isinstance(exception, OutOfMemoryError | PeerError):
             pl_module.zero_grad(set_to_none=True)  # of a part of a batch
         self._remove()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leaves the Trainer as it was."""
-        self._remove()
+        if not self._belongs_to_another(trainer):
+            self._remove()
 
     def state_dict(self) -> dict[str, Any]:
         """The counters. Nothing else is kept between batches."""
@@ -328,6 +336,10 @@ class PadMinCallback(pl.Callback):
             "_gate": None,
             "_loops": LoopGuard(),
         }
+
+    def _belongs_to_another(self, trainer: pl.Trainer) -> bool:
+        """Whether a fit inside of a fit, which was refused, has ended."""
+        return self._trainer is not None and self._trainer is not trainer and _is_running(self._trainer)
 
     def _remove(self) -> None:
         if self._restore is not None:
@@ -461,6 +473,10 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: s
         )
     if isinstance(strategy, DeepSpeedStrategy):
         find_engine(strategy)  # checks its version and its modes
+
+
+def _is_running(trainer: pl.Trainer) -> bool:
+    return bool(trainer.state.status == TrainerStatus.RUNNING and trainer.state.fn == TrainerFn.FITTING)
 
 
 def _pack_gate(trainer: pl.Trainer, module: pl.LightningModule, config: PadMinConfig) -> PackGate | None:

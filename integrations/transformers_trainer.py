@@ -33,7 +33,7 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, board_alone, board_of_all, exchange_all, exchange_alone
 from lightning_padmin.environment import resolve_for_class
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning, PeerError
-from lightning_padmin.gradient_check import check_gradients
+from lightning_padmin.gradient_check import Outcome, check_gradients
 from lightning_padmin.guards import (
     ArchitectureError,
     batch_statistics,
@@ -84,7 +84,7 @@ class PadMinTrainerMixin:
     def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
         self._padmin = resolve_for_class(padmin)
         self._padmin_told = self._padmin.check == "off"
-        self._padmin_checked = 0
+        self._padmin_checked, self._padmin_as_stock = 0, False
         self.padding_stats = PaddingStats()
         self._padmin_since_log = PaddingStats()
         super().__init__(*args, **options)
@@ -133,8 +133,10 @@ class PadMinTrainerMixin:
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         if not self._padmin.enabled or not batches or num_items is None:
             return batches, num_items
-        if self._padmin_pools is None:
+        if self._padmin_pools is None and self._padmin_checked < _MOST_BATCHES:
             self._padmin_pools = self._padmin_decide(batches[0], num_items)
+        # Neither way to split is known to be right then, so this window runs as it came.
+        self._padmin_as_stock = self._padmin_pools is None
         if not self._padmin_pools:
             return batches, num_items
         self._padmin_pooling.min_micro_batches = len(batches)
@@ -164,7 +166,7 @@ class PadMinTrainerMixin:
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: forward and backward passes of its chunks."""
         stock = super().training_step  # type: ignore[misc]
-        if not self._padmin.enabled:
+        if not self._padmin.enabled or self._padmin_as_stock:
             return stock(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
         model.train()
         wrong = batch_statistics(model)
@@ -230,18 +232,36 @@ class PadMinTrainerMixin:
                 stack.callback(state._set_sync_gradients, before)
             yield
 
-    def _padmin_decide(self, batch: Mapping[str, Any], num_items: Any) -> bool:
-        """Whether the loss is a sum over `num_items`: some models take that number and return a mean all the same."""
+    def _padmin_decide(self, batch: Mapping[str, Any], num_items: Any) -> bool | None:
+        """Whether the loss is a sum over `num_items`: some models take that number and return a mean all the same.
+
+        None where this batch cannot tell.
+        """
         if self._padmin_told:
             return True
         try:
-            self._padmin_check(batch, num_items, self._padmin_pooling)
+            outcome = self._padmin_check(batch, num_items, self._padmin_pooling)
         except GradientCheckError:
             self._padmin_check(batch, num_items, self._padmin_batcher)
             return False
-        return True
+        if outcome is not None and outcome.told:
+            return True
+        final = outcome is not None and outcome.final
+        self._padmin_told = False
+        self._padmin_checked = _MOST_BATCHES if final else self._padmin_checked
+        if self._padmin_checked >= _MOST_BATCHES:
+            found = outcome.words if outcome is not None else f"no batch among {_MOST_BATCHES} has two rows with loss"
+            self._padmin_say(
+                f"{found}. So whether the loss is a sum over num_items_in_batch is not known, and batches run as they "
+                "came. If it is one, set check='off'"
+            )
+        return None
 
-    def _padmin_check(self, batch: Mapping[str, Any], num_items: Any, batcher: MicroBatcher) -> None:
+    def _padmin_say(self, words: str) -> None:
+        if self.accelerator.is_main_process:  # type: ignore[attr-defined]
+            warnings.warn(f"PadMinTrainerMixin: {words}", PadMinWarning, stacklevel=3)
+
+    def _padmin_check(self, batch: Mapping[str, Any], num_items: Any, batcher: MicroBatcher) -> Outcome | None:
         """Gradients of a few rows through the Trainer's own `compute_loss`, un-split and split."""
         schema, table = batcher.read_together(batch)
         model: Any = self.model_wrapped  # type: ignore[attr-defined]
@@ -272,8 +292,9 @@ class PadMinTrainerMixin:
         )
         self._padmin_checked += 1
         self._padmin_told = (outcome is not None and outcome.final) or self._padmin_checked >= _MOST_BATCHES
-        if outcome is not None and outcome.notable and accelerator.is_main_process:
-            warnings.warn(f"PadMinTrainerMixin: {outcome.words}", PadMinWarning, stacklevel=2)
+        if outcome is not None and outcome.notable and outcome.told:
+            self._padmin_say(outcome.words)
+        return outcome
 
     def _padmin_count(self, stats: PaddingStats) -> None:
         self.padding_stats = self.padding_stats + stats

@@ -110,7 +110,8 @@ class Engine:
         given = self._given
         if self._as_stock:
             return stock(model, input_ids, attention_mask, logits_to_keep, *args, **options)
-        options = dict(zip(trl_stock.optional_names(stock), args, strict=False)) | options
+        if args:
+            options = dict(zip(trl_stock.optional_names(stock), args, strict=False)) | options
         if given is not None and given.is_for(model, input_ids):
             trl_images.refuse_unknown(options)
             return given.take()

@@ -65,6 +65,7 @@ class Window:
         self.order = in_order(self.batches.slot_maps, self._images)
         self.step = 0
         self._seen: set[int] = set()
+        self._places: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
 
     def _pool(self) -> dict[str, Any]:
         """The rows of all entries that are worth running."""
@@ -115,6 +116,11 @@ class Window:
 
     def places(self, chunk: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Entry -> rows of the chunk that belong to it, and their rows in it."""
+        if chunk not in self._places:
+            self._places[chunk] = self._find_places(chunk)
+        return self._places[chunk]
+
+    def _find_places(self, chunk: int) -> dict[int, tuple[Tensor, Tensor]]:
         rows = self._pooled[self.batches.slot_maps[chunk].rows]
         entry, row = rows // self._rows, rows % self._rows
         return {

@@ -12,7 +12,7 @@ is gathered from the caller's tensor directly; nothing is rolled or copied first
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -91,9 +91,13 @@ class SlotMap:
         Raises:
             BatchError: the width goes beyond the batch's own and the field has no fill.
         """
+        return self._take(tensor, field, {})
+
+    def _take(self, tensor: Tensor, field: Field, indices: dict[Any, Tensor]) -> Tensor:
+        """`take`, with indices that entries of one batch share."""
         if field.kind == "static":
             return tensor
-        rows = torch.as_tensor(self.rows, device=tensor.device)
+        rows = _kept(indices, ("rows", tensor.device), lambda: torch.as_tensor(self.rows, device=tensor.device))
         if field.kind == "row":
             return _select(tensor, field.row_dim, rows)
         start, _, width, source = self._axis(field.axis)
@@ -103,17 +107,24 @@ class SlotMap:
             return self._continued(_select(tensor, field.row_dim, rows), field)
         if width > source and field.fill is None:
             raise BatchError(f"width {width} is beyond the batch's own {source} and the entry has no fill value")
-        taken = self._gather(tensor, field, rows, start, width, source)
+        taken = self._gather(tensor, field, rows, indices)
         if width > source and not isinstance(field.fill, str | None):
             for dim in field.position_dims:
                 taken.narrow(dim, source, width - source).fill_(field.fill)
         return self._continued(taken, field)
 
-    def _gather(
-        self, tensor: Tensor, field: Field, rows: Tensor, start: NDArray[np.int64], width: int, source: int
-    ) -> Tensor:
-        columns = torch.as_tensor(start, device=tensor.device)[:, None] + torch.arange(width, device=tensor.device)
-        columns = columns % source
+    def _gather(self, tensor: Tensor, field: Field, rows: Tensor, indices: dict[Any, Tensor]) -> Tensor:
+        start, _, width, source = self._axis(field.axis)
+
+        def make_columns() -> Tensor:
+            own = torch.as_tensor(start, device=tensor.device)[:, None]
+            return (own + torch.arange(width, device=tensor.device)) % source
+
+        columns = _kept(indices, (field.axis, tensor.device), make_columns)
+        if (field.row_dim, field.position_dims) == (0, (1,)) and tensor.is_contiguous():
+            key = (field.axis, "flat", tensor.device)
+            flat = _kept(indices, key, lambda: (columns + rows[:, None] * source).flatten())
+            return tensor.flatten(0, 1)[flat].view(*columns.shape, *tensor.shape[2:])
         dims = (field.row_dim, *field.position_dims)
         front = tensor.movedim(dims, tuple(range(len(dims))))
         n = len(self)
@@ -147,6 +158,7 @@ class SlotMap:
 
     def take_batch(self, batch: Any, schema: Schema) -> Any:
         """The micro-batch: same container types, each entry by its field. The caller's batch is only read."""
+        indices: dict[Any, Tensor] = {}
 
         def take(path: str, leaf: Any) -> Any:
             field = schema.fields.get(path, Field("static"))  # an optional entry that is None has no field
@@ -155,7 +167,7 @@ class SlotMap:
             if field.kind == "unit":
                 return _take_items(leaf, unit_index(self.units[path], self.rows))
             if isinstance(leaf, Tensor):
-                return self.take(leaf, field)
+                return self._take(leaf, field, indices)
             if field.kind == "row":
                 return _take_items(leaf, self.rows, field.row_dim)
             # torch reads neither negative strides nor, without a warning, arrays that cannot be written to.
@@ -191,6 +203,12 @@ class SlotMap:
         row_index, column_index = (torch.as_tensor(index, device=tensor.device) for index in (row, column))
         restored = tensor.new_full((len(self), source, *tensor.shape[2:]), fill)
         return restored.index_put((row_index, target), tensor[row_index, column_index])
+
+
+def _kept(indices: dict[Any, Tensor], key: Any, make: Callable[[], Tensor]) -> Tensor:
+    if key not in indices:
+        indices[key] = make()
+    return indices[key]
 
 
 def pad_layout(

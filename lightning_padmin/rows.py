@@ -123,6 +123,9 @@ def measure(
     )
 
 
+_NEVER_NEGATIVE = (torch.bool, torch.uint8)
+
+
 @dataclass(frozen=True, eq=False)
 class _Span:
     """Span of each row on one axis, as (B,) tensors on the batch's device, and which slots lie inside (B, L)."""
@@ -140,12 +143,13 @@ class _Span:
         # argmax takes the first of equal values; flipped, the last. A row without real tokens gets start 0, length 1,
         # and no slot inside.
         start = real.int().argmax(dim=1)
-        last = width - 1 - real.flip(1).int().argmax(dim=1)
-        some = real.any(dim=1)
-        last = torch.where(some, last, start)
+        count = real.sum(dim=1)
+        some = count > 0
+        last = torch.where(some, width - 1 - real.flip(1).int().argmax(dim=1), start)
         column = torch.arange(width, device=mask.device)
-        inside = (column >= start[:, None]) & (column <= last[:, None]) & some[:, None]
-        return _Span(start, last - start + 1, real.sum(dim=1), (~(mask >= 0)).any(dim=1), inside)
+        inside = (column >= start[:, None]) & (column <= torch.where(some, last, -1)[:, None])
+        malformed = ~some & some if mask.dtype in _NEVER_NEGATIVE else ~(mask.amin(dim=1) >= 0)  # nan is malformed
+        return _Span(start, last - start + 1, count, malformed, inside)
 
     @staticmethod
     def until_last(real: Tensor) -> _Span:
@@ -193,22 +197,26 @@ def _loss_columns(
         labels = None
     if labels is None and loss_mask is None:
         return columns
-    selected = torch.ones_like(span.inside)
+    selected = span.inside
     if labels is not None:
-        selected = _carries(labels, ignore_index)
-        columns["labels_outside"] = (selected & ~span.inside).sum(dim=1)
+        carries = _carries(labels, ignore_index)
+        selected = selected & carries
+        columns["labels_outside"] = carries.sum(dim=1) - selected.sum(dim=1)
     if loss_mask is not None:
-        columns["loss_mask_outside"] = ((loss_mask != 0) & ~span.inside).sum(dim=1)
+        weighs = loss_mask != 0
+        columns["loss_mask_outside"] = (weighs & ~span.inside).sum(dim=1)
         columns["loss_mask_malformed"] = (~(loss_mask >= 0) | loss_mask.isinf()).any(dim=1)
-        selected = selected & (loss_mask != 0)
-    column = torch.arange(selected.shape[1], device=selected.device)
-    early = column < (span.start + shift)[:, None]
-    counted = selected & span.inside & ~early
-    columns["loss_tokens"] = columns["loss_weight"] = counted.sum(dim=1)
+        selected = selected & weighs
+    # The first labels of a row are predicted from before it; there are `shift` of them, so only these are looked at.
+    width = selected.shape[1]
+    first = span.start[:, None] + torch.arange(min(shift, width), device=selected.device)
+    early = selected.gather(1, first.clamp(max=width - 1)) & (first < width)
+    columns["loss_tokens"] = columns["loss_weight"] = selected.sum(dim=1) - early.sum(dim=1)
     if loss_mask is not None:
+        counted = selected.scatter(1, first.clamp(max=width - 1), False) if shift else selected
         columns["loss_weight"] = (loss_mask.to(_host_dtype(loss_mask.device)) * counted).sum(dim=1)
     # A target in the first column of the batch was never trained; one behind leading pads was, from a pad.
-    columns["lost"] = (selected & span.inside & early & (column >= shift)).sum(dim=1)
+    columns["lost"] = (early & (first >= shift)).sum(dim=1)
     return columns
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,8 +141,8 @@ def test_restoring_what_was_taken_gives_the_spans_back(
 def test_the_properties_see_a_roll_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = SlotMap._gather
 
-    def off_by_one(self: SlotMap, tensor: Tensor, field: Field, rows: Tensor, start: Any, *widths: int) -> Tensor:
-        return stock(self, tensor, field, rows, start + 1, *widths)
+    def off_by_one(self: SlotMap, *arguments: Any) -> Tensor:
+        return stock(replace(self, start=self.start + 1), *arguments)
 
     monkeypatch.setattr(SlotMap, "_gather", off_by_one)
     for test in (test_every_slot_holds_what_it_should, test_restoring_what_was_taken_gives_the_spans_back):

@@ -607,8 +607,8 @@ def test_no_sync_is_left_when_the_loop_ends_early() -> None:
 def test_forward_and_backward_run_inside_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gather as well, since a model may be compiled around it; nothing runs between contexts."""
     no_sync, gathered = NoSync(), []
-    stock = SlotMap.take
-    monkeypatch.setattr(SlotMap, "take", lambda self, *args: gathered.append(no_sync.inside) or stock(self, *args))
+    stock = SlotMap._take
+    monkeypatch.setattr(SlotMap, "_take", lambda self, *args: gathered.append(no_sync.inside) or stock(self, *args))
     micro_batches = MicroBatcher(PadMinConfig(token_budget=6, launch_cost=0)).prepare(make_batch([6, 5, 4]))
     assert not gathered, "something was gathered while planning"
     list(sync_on_last(micro_batches, no_sync))

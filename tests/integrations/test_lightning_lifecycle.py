@@ -14,6 +14,7 @@ import support
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import LENGTHS, Module, fit, loader, make_batch, padmin, quiet_trainer, ragged_batches, relative
 
 from lightning_padmin import PaddingStats, PadMinCallback, PadMinConfig
@@ -296,3 +297,23 @@ def test_a_copy_made_during_a_fit_is_no_part_of_it(duplicate: Any) -> None:
     assert len(module.shapes) == 10, "the copy took the loop out"
     assert [each.stats.batches for each in copies] == [1, 2]
     assert callback.stats.batches == 2
+
+
+def test_a_fit_inside_of_a_fit_needs_a_callback_of_its_own() -> None:
+    """The outer fit goes on split."""
+    callback, refused = support.padmin(), []
+
+    class Outer(support.Module):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            if not refused:
+                with pytest.raises(MisconfigurationException, match="in the middle of another Trainer's fit") as error:
+                    support.fit(support.Module(), support.ragged_batches(1), callback)
+                refused.append(error)
+
+    module, alone = Outer(), support.Module()
+    support.fit(module, support.ragged_batches(3), callback)
+    support.fit(alone, support.ragged_batches(3))
+    assert refused
+    assert module.shapes[-1][0] < 10, "the outer fit is no longer split"
+    assert max(support.relative(a, b) for a, b in zip(module.gradients, alone.gradients, strict=True)) <= 1e-12

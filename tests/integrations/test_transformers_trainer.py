@@ -244,12 +244,13 @@ def test_classification() -> None:
     check(bert, PadMinConfig(token_budget=64, launch_cost=4, loss_reduction="row-mean"), data=rows(classes=3))
 
 
-def test_encoder_decoder() -> None:
-    def t5() -> nn.Module:
-        torch.manual_seed(1)
-        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-        return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0))
+def t5() -> nn.Module:
+    torch.manual_seed(1)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0))
 
+
+def test_encoder_decoder() -> None:
     config = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=PAD)
     ours, _ = check(t5, config, data=rows(targets=True))
     # It takes num_items_in_batch and returns a mean, so its batches are split one by one.
@@ -351,3 +352,33 @@ def test_a_loss_of_the_users_own(order: str) -> None:
     assert losses(ours) == pytest.approx(losses(stock), abs=1e-5)
     assert "compute_loss" not in vars(ours.trainer)
     assert ours.trainer.padding_stats.micro_batches > ours.trainer.padding_stats.batches
+
+
+def sparse_labels(keep: Callable[[int], bool]) -> list[dict[str, Any]]:
+    data = rows(targets=True)
+    for index, row in enumerate(data):
+        if not keep(index):
+            row["labels"] = [-100] * len(row["labels"])
+    return data
+
+
+@pytest.mark.filterwarnings("ignore:a batch has no loss tokens")
+@pytest.mark.parametrize("keep", [lambda k: k % 4 == 0, lambda k: k >= 8])
+def test_until_a_batch_tells_what_the_loss_is_they_run_as_they_came(keep: Callable[[int], bool]) -> None:
+    """T5 takes num_items_in_batch and returns a mean; of one row with a loss, mean and sum are the same."""
+    config = PadMinConfig(token_budget=200, launch_cost=4, pad_token_id=PAD)
+    options = {"data": sparse_labels(keep), "trainer_options": {}, "train_sampling_strategy": "sequential"}
+    stock, ours = train(Trainer, t5, **options), train(Ours, t5, config, **options)
+    assert apart(ours, stock) <= 1e-5
+    assert losses(ours) == pytest.approx(losses(stock), abs=1e-5)
+
+
+def test_a_loss_that_draws_random_numbers_runs_as_it_came_and_is_told_of() -> None:
+    class Noisy(Ours):
+        def compute_loss(self, *args: Any, **options: Any) -> Any:
+            return super().compute_loss(*args, **options) * random.SystemRandom().uniform(0.5, 1.5)
+
+    with pytest.warns(PadMinWarning, match="whether the loss is a sum over num_items_in_batch is not known"):
+        ours = train(Noisy, llama, BUDGET)
+    assert max(n for n, _ in ours.shapes[-3:]) == 4
+    assert ours.trainer._padmin_pools is None
