@@ -65,8 +65,7 @@ def score_chunk(
     inputs = joined(micro.batch)
     ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
     outputs = stock(model, ids, mask, width - shortest, **inputs, **options)
-    per_token = tuple(None if each is None else _in_place(each, slots, shortest, completion) for each in outputs[:2])
-    return Scores(per_token, tuple(outputs[2:]))
+    return Scores(_in_place(outputs[:2], slots, shortest, completion), tuple(outputs[2:]))
 
 
 def _score_pack(
@@ -83,11 +82,8 @@ def _score_pack(
     mask = torch.as_tensor(scored, device=ids.device)[None]
     with _called_with(model, arguments):
         outputs = stock(model, ids, mask.to(ids.dtype), ids.shape[1] - 1, **inputs, **options)
-    per_token = tuple(
-        None if each is None else slots.restore(each.masked_fill(~mask[:, 1:], 0), first_column=1)[:, -completion:]
-        for each in outputs[:2]
-    )
-    return Scores(per_token, tuple(outputs[2:]))
+    scores = [None if each is None else each.masked_fill(~mask[:, 1:], 0) for each in outputs[:2]]
+    return Scores(_in_place(scores, slots, 1, completion), tuple(outputs[2:]))
 
 
 @contextmanager
@@ -110,9 +106,15 @@ def _called_with(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
             model.forward = own
 
 
-def _in_place(scores: Tensor, slots: SlotMap, first: int, completion: int) -> Tensor:
-    """(n, W - first) scores as (n, T), at the columns that completions have in the batch."""
-    return slots.restore(scores, first_column=first)[:, -completion:]
+def _in_place(
+    scores: Sequence[Tensor | None], slots: SlotMap, first: int, completion: int
+) -> tuple[Tensor | None, ...]:
+    """(n, W - first) scores as (n, T), at the columns that completions have in the batch.
+
+    Each by itself: stacked, an entropy that nobody derives would get a gradient of zeros, and the kernel would spend
+    time and memory on it.
+    """
+    return tuple(None if each is None else slots.restore(each, first_column=first)[:, -completion:] for each in scores)
 
 
 def score_all(

@@ -44,6 +44,7 @@ _INTEGERS: dict[str, tuple[int | None, bool]] = {
     "ignore_index": (None, False),
     "pad_token_id": (0, True),
 }
+_SHORT = ("label_shift",)  # far below 2^31
 _STRINGS: dict[str, bool] = {
     "mask_key": False,
     "labels_key": True,
@@ -224,7 +225,8 @@ class PadMinConfig:
         if not isinstance(self.batch_schema, Mapping):
             raise ConfigError(f"batch_schema={self.batch_schema!r}: expected a mapping from entry to Field")
         self._set("batch_schema", {key: parse_field(key, value) for key, value in self.batch_schema.items()})
-        if not isinstance(self.static_keys, Iterable) or isinstance(self.static_keys, str):
+        listed = isinstance(self.static_keys, Iterable) and getattr(self.static_keys, "ndim", 1) == 1
+        if not listed or isinstance(self.static_keys, str):
             raise ConfigError(f"static_keys={self.static_keys!r}: expected a list of keys")
         self._set("static_keys", tuple(self.static_keys))
         for key in self.static_keys:
@@ -272,4 +274,6 @@ def _checked_integer(name: str, value: object, smallest: int | None, optional: b
     # Integral: integers of numpy too.
     if isinstance(value, bool) or not isinstance(value, Integral) or (smallest is not None and value < smallest):
         raise ConfigError(f"{name}={value!r}: expected {kind}")
+    if not -(2**63) <= int(value) < 2**63 or (name in _SHORT and int(value) >= 2**31):
+        raise ConfigError(f"{name}={value!r}: too large, expected {kind}")
     return int(value)

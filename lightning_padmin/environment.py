@@ -183,8 +183,9 @@ def parse_option(name: str, text: str, variable: str) -> Any:
 def _parse_json(variable: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f'{variable}={text!r}: expected JSON such as {{"rows": "sum"}} ({error})') from None
+    except (ValueError, RecursionError) as error:  # also numbers of too many digits
+        shown = text if len(text) < 200 else f"{text[:200]}..."
+        raise ConfigError(f'{variable}={shown!r}: expected JSON such as {{"rows": "sum"}} ({error})') from None
 
 
 def _integer_or_text(text: str) -> int | str:
@@ -213,7 +214,11 @@ def _as_text(name: str, value: Any) -> str:
 
 def _launched(environment: Mapping[str, str]) -> Mapping[str, Any] | None:
     text = environment.get(LAUNCHED)
-    launched: Mapping[str, Any] | None = None if text is None else _parse_json(LAUNCHED, text)
+    if text is None:
+        return None
+    launched = _parse_json(LAUNCHED, text)
+    if not isinstance(launched, dict) or not {"file", "section", "options"} <= set(launched):
+        raise ConfigError(f"{LAUNCHED}={text!r}: padmin launch sets this; unset it")
     return launched
 
 
@@ -290,7 +295,7 @@ def load_yaml(file: Path) -> dict[str, Any]:
     yaml = _needs("yaml", "pyyaml")
     try:
         whole = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # also dates and numbers that are none
         raise ConfigError(f"{file}: cannot be read as YAML ({error})") from None
     if not isinstance(whole, dict):
         raise ConfigError(f"{file}: expected a mapping, as `accelerate config` writes it")

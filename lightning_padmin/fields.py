@@ -39,9 +39,9 @@ class Field:
     counts: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("row", "position", "unit", "static"):
+        if not isinstance(self.kind, str) or self.kind not in ("row", "position", "unit", "static"):
             raise ConfigError(f"Field(kind={self.kind!r}): expected 'row', 'position', 'unit' or 'static'")
-        if self.axis not in AXES:
+        if not isinstance(self.axis, str) or self.axis not in AXES:
             raise ConfigError(f"Field(axis={self.axis!r}): expected 'input' or 'decoder'")
         if not _is_dimension(self.row_dim) or (self.kind == "unit" and self.row_dim != 0):
             raise ConfigError(f"Field(row_dim={self.row_dim!r}): expected an integer of at least 0, and 0 for units")
@@ -58,7 +58,8 @@ class Field:
                 f"Field(kind={self.kind!r}, counts={self.counts!r}): a 'unit' names in counts the entry that says how "
                 "many units each row has; other kinds have no counts"
             )
-        if self.fill is not None and self.fill != "continue" and not isinstance(self.fill, int | float):
+        known = self.fill is None or isinstance(self.fill, int | float)
+        if not known and not (isinstance(self.fill, str) and self.fill == "continue"):
             raise ConfigError(f"Field(fill={self.fill!r}): expected a number, 'continue' or None")
 
 

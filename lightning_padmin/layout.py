@@ -50,6 +50,7 @@ class SlotMap:
     source_widths: tuple[int, ...]
     source_rows: int
     units: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    _places: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -149,11 +150,12 @@ class SlotMap:
         if not (beyond > 0).any():
             return taken
         dim = field.position_dims[0]
-        front = taken.movedim((field.row_dim, dim), (0, 1))  # (n, W, ...)
+        dtype = taken.dtype
+        front = taken.movedim((field.row_dim, dim), (0, 1)).to(torch.int64 if not dtype.is_floating_point else dtype)
         steps = torch.as_tensor(beyond, device=taken.device).view(*beyond.shape, *[1] * (front.ndim - 2))
         last = torch.as_tensor(np.minimum(end, width) - 1, device=taken.device)
         anchor = front[torch.arange(len(self), device=taken.device), last].unsqueeze(1)
-        filled = torch.where(steps > 0, anchor + steps.to(taken.dtype), front)
+        filled = torch.where(steps > 0, anchor + steps.to(front.dtype), front).to(dtype)
         return filled.movedim((0, 1), (field.row_dim, dim)).contiguous()
 
     def take_batch(self, batch: Any, schema: Schema) -> Any:
@@ -170,8 +172,7 @@ class SlotMap:
                 return self._take(leaf, field, indices)
             if field.kind == "row":
                 return _take_items(leaf, self.rows, field.row_dim)
-            # torch reads neither negative strides nor, without a warning, arrays that cannot be written to.
-            return self.take(torch.from_numpy(np.require(leaf, requirements=["C", "W"])), field).numpy()
+            return self._take(readable(leaf), field, indices).numpy().astype(leaf.dtype, copy=False)
 
         return map_leaves(batch, take, schema.fields)
 
@@ -197,12 +198,21 @@ class SlotMap:
                 f"an output of shape {tuple(tensor.shape)} with first_column={first_column} does not fit a micro-batch "
                 f"of {len(self)} rows and width {width}: restore takes (rows, positions, ...)"
             )
-        slot = np.arange(first_column, first_column + tensor.shape[1])
-        row, column = np.nonzero(slot[None, :] < length[:, None])
-        target = torch.as_tensor(start[row] + slot[column], device=tensor.device)
-        row_index, column_index = (torch.as_tensor(index, device=tensor.device) for index in (row, column))
+        key = (axis, first_column, tensor.shape[1], tensor.device)
+        if key not in self._places:  # the next output may have the same
+            slot = np.arange(first_column, first_column + tensor.shape[1])
+            row, column = np.nonzero(slot[None, :] < length[:, None])
+            indices = (row, start[row] + slot[column], column)
+            self._places[key] = tuple(torch.as_tensor(index, device=tensor.device) for index in indices)
+        rows, target, columns = self._places[key]
         restored = tensor.new_full((len(self), source, *tensor.shape[2:]), fill)
-        return restored.index_put((row_index, target), tensor[row_index, column_index])
+        return restored.index_put((rows, target), tensor[rows, columns])
+
+
+def readable(array: NDArray[Any]) -> Tensor:
+    """An array as torch reads it: neither negative strides, nor a foreign byte order, nor read-only."""
+    fits = array.dtype.isnative and array.flags.writeable and all(stride >= 0 for stride in array.strides)
+    return torch.from_numpy(array if fits else np.array(array, array.dtype.newbyteorder("="), order="C"))
 
 
 def _kept(indices: dict[Any, Tensor], key: Any, make: Callable[[], Tensor]) -> Tensor:
@@ -249,8 +259,3 @@ def _take_items(leaf: Any, index: NDArray[np.int64], dim: int = 0) -> Any:
 def _select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
     """As `index_select`, which is slower on a trimmed view and does not take every dtype."""
     return tensor[(slice(None),) * dim + (index,)].contiguous()
-
-
-def take_batch(batch: Any, schema: Schema, slots: SlotMap) -> Any:
-    """`slots.take_batch(batch, schema)`."""
-    return slots.take_batch(batch, schema)

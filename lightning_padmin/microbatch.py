@@ -313,7 +313,8 @@ class MicroBatcher:
     def _dummy_row(table: RowTable) -> NDArray[np.int64]:
         """The shortest row that carries loss, else one with a real token: others may have a loss of 0/0."""
         carries_loss = table.loss_tokens > 0 if table.counts_loss else table.real_tokens > 0
-        for wanted in ((table.weight > 0) & carries_loss, carries_loss, table.real_tokens > 0):
+        weighs = table.weight > 0
+        for wanted in (weighs & carries_loss, weighs, carries_loss, table.real_tokens > 0):
             if wanted.any():
                 break
         candidates = np.flatnonzero(wanted)

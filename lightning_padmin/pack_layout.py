@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_padmin.errors import BatchError
 from lightning_padmin.fields import Axis, Field, Schema
-from lightning_padmin.layout import SlotMap
+from lightning_padmin.layout import SlotMap, readable
 from lightning_padmin.rows import RowTable
 from lightning_padmin.tree import iter_leaves, last_part, map_leaves
 
@@ -100,7 +100,7 @@ class PackMap(SlotMap):
             if entry.kind == "row":
                 return type(leaf)([leaf[k] for k in self.rows])
             if isinstance(leaf, np.ndarray):
-                return self.take(torch.from_numpy(np.require(leaf, requirements=["C", "W"])), entry).numpy()
+                return self.take(readable(leaf), entry).numpy().astype(leaf.dtype, copy=False)
             taken = self.take(leaf, entry)
             if path in (schema.labels, schema.loss_mask) and first.any():
                 where = torch.as_tensor(first, device=taken.device)[None]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from lightning_padmin.distributed import world_size
 from lightning_padmin.errors import ConfigError, PadMinWarning
 
 Ints = NDArray[np.int64]
+
+_MOST = 2**40  # of a length or an option, so that sums stay far inside int64
 
 
 class LengthBucketBatchSampler(Sampler[list[int]]):
@@ -76,8 +78,13 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         self._lengths = _checked_lengths(lengths, pad_to_multiple_of)
         least = {"token_budget": token_budget, "batches_per_bucket": batches_per_bucket, "max_rows": max_rows}
         for name, value in (least | {"count_multiple_of": count_multiple_of, "world_size": world_size}).items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name}={value!r}: expected an integer of at least 1")
+            may_be_none = name in ("max_rows", "world_size") and value is None
+            if not may_be_none and not (_is_integer(value) and 1 <= value <= _MOST):
+                raise ConfigError(f"{name}={value!r}: expected an integer of at least 1, and at most {_MOST}")
+        if not (_is_integer(seed) and seed >= 0):
+            raise ConfigError(f"seed={seed!r}: expected an integer of at least 0")
+        if rank is not None and not _is_integer(rank):
+            raise ConfigError(f"rank={rank!r}: expected an integer")
         if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 1)):
             raise ConfigError(f"rank={rank!r}, world_size={world_size!r}: give both, or neither, with 0 <= rank < size")
         self.token_budget, self.batches_per_bucket, self.max_rows = token_budget, batches_per_bucket, max_rows
@@ -186,15 +193,24 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         return len(group) * int(self._lengths[group].max())
 
 
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _checked_lengths(lengths: ArrayLike, multiple: int) -> Ints:
     """Rounded lengths (N,) int64."""
-    array = np.asarray(lengths)
+    try:
+        array = np.asarray(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"lengths: expected integers as (rows,) ({error})") from None
     if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
         raise ConfigError(f"lengths: expected integers as (rows,), got shape {array.shape} of {array.dtype}")
     if array.min() < 1:
         raise ConfigError(f"lengths[{int(array.argmin())}]={int(array.min())}: a row has at least one token")
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise ConfigError(f"pad_to_multiple_of={multiple!r}: expected an integer of at least 1")
+    if multiple > _MOST or array.max() > _MOST:
+        raise ConfigError(f"lengths up to {int(array.max())}, pad_to_multiple_of={multiple}: expected at most {_MOST}")
     rounded: Ints = -(-array.astype(np.int64) // multiple) * multiple
     return rounded
 

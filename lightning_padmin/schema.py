@@ -109,6 +109,15 @@ def infer_schema(
     return Schema(fields, found.rows, widths, mask, decoder_mask, labels, loss_mask, found.row_shapes)
 
 
+def _check_holds(path: str, leaf: Any, pad_token_id: int) -> None:
+    """Raises SchemaError for a filler that the entry's type cannot hold."""
+    integral = isinstance(leaf, torch.Tensor) and not (
+        leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool
+    )
+    if integral and pad_token_id > torch.iinfo(leaf.dtype).max:
+        raise SchemaError(f"pad_token_id={pad_token_id}: {path!r} is {leaf.dtype}, which cannot hold it")
+
+
 class _Inference:
     """One run of `infer_schema`: the leaves and what has been found out so far."""
 
@@ -131,8 +140,11 @@ class _Inference:
         path = find_path(key, tuple(self.leaves), option)
         if path is None or self.leaves[path] is None:
             return None
-        if not isinstance(self.leaves[path], torch.Tensor):
-            raise SchemaError(f"{option}={key!r}: {path!r} is {type(self.leaves[path]).__name__}, expected a tensor")
+        leaf = self.leaves[path]
+        if not isinstance(leaf, torch.Tensor):
+            raise SchemaError(f"{option}={key!r}: {path!r} is {type(leaf).__name__}, expected a tensor")
+        if option != "labels_key" and leaf.dtype not in _MASK_DTYPES:
+            raise SchemaError(f"{option}={key!r}: {path!r} is {leaf.dtype}, expected bool, integers or floating point")
         return self._dense(path)
 
     def _dense(self, path: str) -> str:
@@ -151,8 +163,6 @@ class _Inference:
                 "that holds it"
             )
         mask = self.leaves[path]
-        if mask.dtype not in _MASK_DTYPES:
-            raise SchemaError(f"mask_key={key!r}: {path!r} is {mask.dtype}, expected bool, integers or floating point")
         if mask.ndim != 2:
             raise SchemaError(
                 f"mask_key={key!r}: {path!r} has shape {tuple(mask.shape)}, expected (rows, width), nonzero on real "
@@ -185,6 +195,7 @@ class _Inference:
         """Whether there is a decoder axis, and its width."""
         sides = [path for path in self.leaves if last_part(path) in _DECODER or path == decoder_mask]
         sides += [path for path, entry in self.declared.items() if (entry.axis, entry.kind) == ("decoder", "position")]
+        sides = [path for path in sides if self.leaves[path] is not None]  # an optional entry that is not there
         if not sides and not encoder_decoder:
             return
         if labels is not None and labels not in self.declared:
@@ -216,7 +227,10 @@ class _Inference:
         leaf, name = self.leaves[self._dense(path)], last_part(path)
         known = roles.get(path)
         if known is None and name in _INPUT | _DECODER:
-            fill = pad_token_id if name in ("input_ids", "decoder_input_ids") else (_INPUT | _DECODER)[name]
+            is_ids = name in ("input_ids", "decoder_input_ids")
+            fill = pad_token_id if is_ids else (_INPUT | _DECODER)[name]
+            if is_ids and pad_token_id is not None:
+                _check_holds(path, leaf, pad_token_id)
             known = ("input" if name in _INPUT else "decoder", fill)
         if path in self.declared:
             entry = self.declared[path]

@@ -244,6 +244,7 @@ def test_variants_of_ddp(ranks: Ranks, variant: str) -> None:
         assert len(rank["variants"][variant]["split"]["shapes"]) == 10
 
 
+@pytest.mark.slow
 def test_both_processes_end_when_one_runs_out_of_batches(tmp_path: Path) -> None:
     (code_0, text_0), _ = processes.finish(
         processes.start(WORKER, tmp_path / "result.out", "one_rank_ends_early"), timeout=50

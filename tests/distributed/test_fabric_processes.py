@@ -83,8 +83,13 @@ def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]
     return run
 
 
-def pairs(scenario: str) -> list[str]:
-    return [strategy for strategy, names in SCENARIOS.items() if scenario in names]
+def pairs(scenario: str) -> list[Any]:
+    """Strategies of a scenario; of those that shard, the processes run with the slow tests."""
+    return [marked(strategy) for strategy, names in SCENARIOS.items() if scenario in names]
+
+
+def marked(strategy: str, *more: str) -> Any:
+    return pytest.param(strategy, *more, marks=[pytest.mark.slow] if strategy.startswith("fsdp") else [])
 
 
 def worst(result: dict[str, Any]) -> float:
@@ -103,9 +108,10 @@ def assert_same_training(result: dict[str, Any], bound: float = 1e-12) -> None:
 @pytest.mark.parametrize(
     ("strategy", "scenario"),
     [
-        (strategy, scenario)
+        marked(strategy, scenario)
         for scenario in ("uneven", "deferred", "every_time", "clipped", "clipped_by_value")
-        for strategy in pairs(scenario)
+        for strategy in SCENARIOS
+        if scenario in SCENARIOS[strategy]
     ],
 )
 def test_training_is_that_of_the_whole_batches(ranks_of: Callable[[str], Ranks], strategy: str, scenario: str) -> None:
@@ -125,9 +131,10 @@ def test_negative_control_equal_weights(ranks_of: Callable[[str], Ranks], strate
 @pytest.mark.parametrize(
     ("strategy", "scenario"),
     [
-        (strategy, scenario)
+        marked(strategy, scenario)
         for scenario in ("against_hand", "global_mean", "no_loss_on_one_rank", "after_fabrics_own_context")
-        for strategy in pairs(scenario)
+        for strategy in SCENARIOS
+        if scenario in SCENARIOS[strategy]
     ],
 )
 def test_gradient_is_that_of_a_hand_made_mean_over_ranks(
@@ -228,6 +235,7 @@ def test_both_ranks_hear_of_a_loop_that_one_left(ranks_of: Callable[[str], Ranks
     assert second.startswith("BatchError: the loop over the previous batch was left after 1 of 5 micro-batches")
 
 
+@pytest.mark.slow
 def test_why_model_parallel_does_not_defer(ranks_of: Callable[[str], Ranks]) -> None:
     for rank in ranks_of("fsdp2"):
         ours, deferred, whole = rank["memory"]

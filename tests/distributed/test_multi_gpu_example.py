@@ -139,6 +139,7 @@ def worst(ours: Printed, theirs: Printed) -> float:
     return max(abs(a - b) / b for a, b in zip(ours.losses, theirs.losses, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_losses_with_and_without_the_callback_agree(strategy: str, printed: Run) -> None:
     split, whole = (printed(*TWO[strategy], *budget) for budget in (ON, OFF))
@@ -149,16 +150,19 @@ def test_losses_with_and_without_the_callback_agree(strategy: str, printed: Run)
     assert float(split.cells["all"][-1]) == split.losses[-1]
 
 
+@pytest.mark.slow
 def test_strategies_agree(printed: Run) -> None:
     assert worst(printed(*TWO["fsdp2"], *ON), printed(*TWO["ddp"], *OFF)) <= 1e-5
 
 
+@pytest.mark.slow
 def test_fsdp1_on_a_cpu_agrees(printed: Run, tmp_path: Path) -> None:
     found = changed(tmp_path, *SMALL, *TWO["fsdp"], *ON, after=CPU_FOR_FSDP)
     assert worst(found, printed(*TWO["ddp"], *OFF)) <= 1e-5
     assert found.lines["all"].micro_batches > 6
 
 
+@pytest.mark.slow
 def test_equal_weights_would_show(printed: Run, tmp_path: Path) -> None:
     """Negative control: every micro-batch weighs 1/K."""
     wrong = changed(tmp_path, *SMALL, *TWO["ddp"], *ON, before=EQUAL_WEIGHTS)
@@ -174,6 +178,7 @@ def test_without_transformers(tmp_path: Path) -> None:
     assert split.cells["all"][:4] == split.cells["0"][:4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_the_table(strategy: str, printed: Run) -> None:
     split, whole = (printed(*TWO[strategy], *budget).lines for budget in (ON, OFF))

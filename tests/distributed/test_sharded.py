@@ -13,7 +13,7 @@ import torch
 from processes import Ranks
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
-STRATEGIES = ("fsdp2", "fsdp1")
+STRATEGIES = ("fsdp2", pytest.param("fsdp1", marks=pytest.mark.slow))
 COMMON = ["uneven", "adamw", "clipped", "equal_weights", "checked", "malformed", "no_loss_on_one_rank"]
 SCENARIOS = {"fsdp2": [*COMMON, "tensor_parallel"], "fsdp1": COMMON}
 EXACT = 1e-12

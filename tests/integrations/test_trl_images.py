@@ -25,13 +25,16 @@ pytestmark = pytest.mark.skipif(cases.RELEASE < (1, 16), reason="refused, which 
 
 WORKER = Path(__file__).parents[1] / "distributed" / "trl_images_worker.py"
 MODES = ("split", "joint", "replay")
+SPLIT_FIRST = ["split", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("joint", "replay"))]
+FIRST = ("qwen2_vl", "gemma3", "idefics3")  # patches, token types, images padded by row
 OPTIONS = {"max_steps": 2, "beta": 0.2, "num_iterations": 2, "loss_type": "dapo"}
 # One optimizer step, whose rows are all generated for it.
 ONE = {"max_steps": 1, "loss_type": "grpo"}
 
 
 def slow_but(family: str, mode: str) -> Any:
-    return pytest.param(family, mode, marks=[pytest.mark.slow] if family != "qwen2_vl" and mode != "split" else [])
+    fast = family in FIRST and mode == "split"
+    return pytest.param(family, mode, marks=[] if fast else [pytest.mark.slow])
 
 
 class LeavesOutNoImages:
@@ -78,13 +81,13 @@ def test_rows_without_images_and_with_several(family: str, mode: str) -> None:
     cases.same(*both(mode, MIXED, family, LeavesOutNoImages, budget=128, counts=counts))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SPLIT_FIRST)
 def test_whole_micro_batches_without_images(mode: str) -> None:
     options = {"per_device_train_batch_size": 2, "num_generations": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
     cases.same(*both(mode, options, "qwen2_vl", LeavesOutNoImages, counts=(1, 0)))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SPLIT_FIRST)
 def test_windows_and_rows_that_lose_all_tokens(mode: str) -> None:
     options = OPTIONS | {
         "steps_per_generation": 6,
@@ -94,7 +97,7 @@ def test_windows_and_rows_that_lose_all_tokens(mode: str) -> None:
     cases.same(*both(mode, options, counts=(1, 2)))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SPLIT_FIRST)
 def test_rloo(mode: str) -> None:
     options = {"beta": 0.2, "num_iterations": 2, "max_steps": 2}
     runs = [
@@ -154,7 +157,9 @@ def test_negative_control_token_types_of_other_columns(family: str, name: str, m
 # Each row as it is alone.
 
 
-@pytest.mark.parametrize("family", list(vision.FAMILIES))
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f in FIRST else [pytest.mark.slow]) for f in vision.FAMILIES]
+)
 def test_log_probs_are_those_of_each_row_alone(family: str) -> None:
     """Unpadded, with its own images: a truth that is not stock's."""
     trainer = cases.build(
@@ -225,7 +230,7 @@ class TypedTokens:
         return log_probs, *rest
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SPLIT_FIRST)
 def test_token_types_of_text(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trl_stock._EXPECTED, trl_stock.LOG_PROBS, ["self", "model"])
     stock, ours = cases.trainers(cases.GRPOTrainer, TypedTokens)
@@ -296,7 +301,7 @@ class WithVideos:
         return super()._get_per_token_logps_and_entropies(*args, pixel_values_videos=torch.ones(4, 2), **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", list(MODES))
 def test_what_is_not_known_is_refused(mode: str) -> None:
     _, ours = cases.trainers(outer=(WithVideos,))
     with pytest.raises(
@@ -316,7 +321,7 @@ def test_rows_whose_pixels_and_masks_stock_has_mixed_up() -> None:
         trl_images.by_row(wrong)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SPLIT_FIRST)
 def test_what_stock_mixes_up_is_refused(mode: str) -> None:
     """Stock itself fails on it, or trains on the images of other rows."""
     _, ours = cases.trainers(cases.GRPOTrainer, LeavesOutNoImages)
@@ -341,7 +346,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> processes.Ranks:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("unused", [False, True])
 def test_two_processes(ranks: processes.Ranks, unused: bool, mode: str) -> None:
     """Chunks without images do not reach the vision tower, and gradients are reduced all the same."""

@@ -30,6 +30,10 @@ PLAIN = {"loss_type": "dapo", "gradient_checkpointing": False}
 MASKED = PLAIN | {"off_policy_mask_threshold": 100.0}
 
 
+def slow(mode: str) -> Any:
+    return pytest.param(mode, marks=pytest.mark.slow)
+
+
 class Coupled:
     """A factor for all rows that depends on all of them."""
 
@@ -164,7 +168,7 @@ class Diverges(ReadsPadding):
         return loss + 0.1 * ((self.last - (self.last.detach() - 0.5) * mask) ** 2).mean()
 
 
-@pytest.mark.parametrize("mode", ["auto", "split", "replay", "joint"])
+@pytest.mark.parametrize("mode", ["auto", slow("split"), slow("replay"), "joint"])
 @pytest.mark.parametrize("kind", [ReadsPadding, Diverges])
 def test_a_loss_that_reads_padding_is_refused(kind: type, mode: str) -> None:
     trainer = cases.build(cases.trainers(outer=(kind,))[1], PLAIN, cases.padmin(mode))
@@ -272,7 +276,7 @@ def test_counts_that_are_logged(mode: str) -> None:
     assert stats.dummies == 0
 
 
-@pytest.mark.parametrize("mode", ["split", "joint", "replay"])
+@pytest.mark.parametrize("mode", ["split", slow("joint"), slow("replay")])
 def test_step_time_covers_all_of_a_step(mode: str) -> None:
     class Slow:
         def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -381,7 +385,7 @@ def fail_and_train_again(kind: type, padmin: PadMinConfig | None) -> cases.Recor
 
 
 @pytest.mark.filterwarnings("ignore:.*your class has its own _prepare_inputs:lightning_padmin.PadMinWarning")
-@pytest.mark.parametrize("mode", ["split", "replay", "joint"])
+@pytest.mark.parametrize("mode", ["split", slow("replay"), slow("joint")])
 @pytest.mark.parametrize("kind", [FailsBetween, FailsOutside])
 def test_after_a_failure_training_goes_on_as_stock_does(kind: type, mode: str) -> None:
     stock, ours = cases.trainers(outer=(kind,))
@@ -389,7 +393,7 @@ def test_after_a_failure_training_goes_on_as_stock_does(kind: type, mode: str) -
     assert cases.gradient_difference(found, wanted) <= 1e-5
 
 
-@pytest.mark.parametrize("mode", ["split", "replay", "joint", "auto"])
+@pytest.mark.parametrize("mode", ["split", slow("replay"), slow("joint"), slow("auto")])
 def test_a_failure_in_the_loss_leaves_the_trainer_usable(mode: str) -> None:
     Fails.calls = 0
     found = fail_and_train_again(cases.trainers(outer=(Fails,))[1], cases.padmin(mode))

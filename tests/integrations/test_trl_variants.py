@@ -85,7 +85,7 @@ class AlwaysLong:
     long_share = 1.0
 
 
-@pytest.mark.parametrize("mode", ["split", "joint", "replay"])
+@pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
 def test_rows_that_lose_all_tokens(mode: str, loss: str) -> None:
     options = OLD_POLICY | {
@@ -110,7 +110,7 @@ def watching(look: Any) -> type:
     return Watching
 
 
-@pytest.mark.parametrize("mode", ["split", "joint", "replay"])
+@pytest.mark.parametrize("mode", ALL)
 def test_batches_without_any_completion_token(mode: str) -> None:
     options = {"mask_truncated_completions": True, "max_steps": 2, "loss_type": "grpo"}
     stock, ours = cases.trainers(cases.GRPOTrainer, outer=(AlwaysLong,))
@@ -136,7 +136,7 @@ def test_generations_and_accumulation_windows_that_do_not_meet(
     cases.same(cases.train(cases.OURS, options, cases.padmin(mode)), cases.stock(options))
 
 
-@pytest.mark.parametrize("mode", ["split", "joint", "replay"])
+@pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("per_generation", [2, 4])
 def test_the_short_window_at_the_end_of_an_epoch(mode: str, per_generation: int) -> None:
     options = {
@@ -240,7 +240,7 @@ def test_gradient_checkpointing(mode: str, reentrant: bool | None) -> None:
     cases.same(cases.train(cases.OURS, options, cases.padmin(mode)), cases.stock(options))
 
 
-@pytest.mark.parametrize("mode", ["split", "joint", "replay"])
+@pytest.mark.parametrize("mode", ALL)
 def test_bf16_is_as_far_from_float32_as_without(mode: str) -> None:
     exact = cases.stock({"max_steps": 1})
     options = {"max_steps": 1, "bf16": True}
@@ -250,7 +250,7 @@ def test_bf16_is_as_far_from_float32_as_without(mode: str) -> None:
     assert distance <= 2 * without
 
 
-@pytest.mark.parametrize("mode", ["split", "joint", "replay"])
+@pytest.mark.parametrize("mode", ALL)
 def test_lora(mode: str) -> None:
     peft = pytest.importorskip("peft")
     random.seed(0)
@@ -261,7 +261,7 @@ def test_lora(mode: str) -> None:
     cases.same(results[1], results[0], bound=2e-5)
 
 
-@pytest.mark.parametrize("mode", ["split", "joint", "replay"])
+@pytest.mark.parametrize("mode", ALL)
 def test_evaluation(mode: str) -> None:
     options = OLD_POLICY | {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     stock, ours = cases.trainers()
