@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lightning_padmin.search import Bools, Ints, Limits, round_up
 
-_WIDTHS, _SAMPLE = 16, 256  # widths that are tried, and rows that they are tried on
+_WIDTHS, _SAMPLE = 16, 256  # widths of each of two kinds that are tried, and rows that they are tried on
 _LONGER = (2, 4)  # single rows of so many times the longest, for later batches
 _NEVER = 2**62
 
@@ -88,7 +88,7 @@ def choose_shapes(lengths: Ints, count: int, limits: Limits, *, multiple: int = 
     rows: Ints = -np.sort(-np.random.default_rng(0).permutation(lengths)[:_SAMPLE])
     top = _up(int(lengths.max()), multiple)
     chosen = ShapeSet({top * k: 0 for k in (1, *_LONGER)} if count >= 8 else {top: 0})
-    steps = np.geomspace(max(1, int(lengths.min())), top, _WIDTHS)
+    steps = [*np.geomspace(max(1, int(rows[-1])), top, _WIDTHS), *np.quantile(rows, np.linspace(0, 1, _WIDTHS))]
     ladder = sorted({min(top, _up(math.ceil(step), multiple)) for step in steps} | {top})
     while True:
         cost, best, gained = _cost(rows, chosen, limits), chosen, 0.0

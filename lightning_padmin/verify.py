@@ -121,8 +121,8 @@ def verify_equivalence(
         1. each row alone, unpadded, against its rolled, trimmed and regrouped logits (needs `forward`);
         2. the gradient of the un-split batch, rolled and trimmed, against the weighted sum over micro-batches;
         3. what the batch as it came makes of each row (needs `forward`): its padding itself may be wrong;
-        4. whether packing two documents into one row leaks from the first into the second (needs `packed`). This
-           library does not pack, so that is a note.
+        4. whether packing two documents into one row leaks from the first into the second (needs `packed`). A note:
+           rows are packed on request only (`layout="pack"`), after a finer test of the same kind.
 
     If the gradients differ, the other ways to reduce a loss are tried, and the one that matches is named.
     """

@@ -2,9 +2,9 @@
 
     python examples/benchmarks/planner.py [--rows 32 128] [--json FILE]
 
-Two tables: milliseconds by number of rows, and cost (slots + launch cost x micro-batches) of each planner on several
-kinds of lengths, as times that of ours. Exit code 1 if any planner is cheaper than ours, or if ours is not the cheapest
-of all partitions of a few rows.
+Three tables: milliseconds by number of rows; cost (slots + launch cost x micro-batches) of each planner on several
+kinds of lengths, as times that of ours; and what a bound on shapes costs (`shape_buckets`). Exit code 1 if any planner
+is cheaper than ours, or if ours is not the cheapest of all partitions of a few rows.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from lightning_padmin import plan_micro_batches
+from lightning_padmin.planner import Plan, plan_quietly
+from lightning_padmin.search import Limits
+from lightning_padmin.shape_set import choose_shapes
 
 GSM8K = EXAMPLES.parent / "tests" / "diagnose" / "gsm8k_lengths.csv"
 RIVALS = ("roll + trim", "greedy", "balanced", "first fit", "strided")
@@ -119,6 +122,54 @@ def against_all_partitions(draws: int, rows: int = 7) -> int:
     return wrong
 
 
+def bounded(bounds: Sequence[int], rows: int, draws: int, launch_cost: int) -> list[dict[str, Any]]:
+    """Cost of plans with a bound on shapes (rows x width), chosen on one batch, as times that of free plans."""
+    table = []
+    for name in ("RL", "GSM8K, sample", "uniform"):
+        lengths, budget = workloads()[name]
+        batches = [np.random.default_rng(draw).choice(lengths, rows) for draw in range(draws + 1)]
+        free = [plan_micro_batches(batch, budget, launch_cost=launch_cost, pad_to_multiple_of=8) for batch in batches]
+        found = {"lengths": name, "rows": rows, "free_shapes": len(_shapes(free[1:])), "bounds": {}}
+        for bound in bounds:
+            shapes = choose_shapes(batches[0], bound, Limits(budget, budget, launch_cost), multiple=8)
+            plans = [
+                plan_quietly(
+                    batch,
+                    budget,
+                    pad_to_multiple_of=8,
+                    max_width=None,
+                    max_rows=None,
+                    min_micro_batches=1,
+                    launch_cost=launch_cost,
+                    method="optimal",
+                    riders=None,
+                    shapes=shapes,
+                )
+                for batch in batches[1:]
+            ]
+            ratio = sum(plan.cost for plan in plans) / sum(plan.cost for plan in free[1:])
+            found["bounds"][bound] = {"cost": ratio, "shapes": len(_shapes(plans))}
+        table.append(found)
+    return table
+
+
+def _shapes(plans: Sequence[Plan]) -> set[tuple[int, int]]:
+    return {(len(rows), int(w[0])) for plan in plans for rows, w in zip(plan.groups, plan.widths, strict=True)}
+
+
+def show_bounded(table: Sequence[dict[str, Any]], console: Console) -> None:
+    """The third table."""
+    drawn = Table(Column("lengths", no_wrap=True), title="Cost with bounded shapes, as times that of free ones")
+    drawn.add_column("rows", justify="right")
+    drawn.add_column("shapes if free", justify="right")
+    for bound in table[0]["bounds"]:
+        drawn.add_column(f"at most {bound}", justify="right")
+    for row in table:
+        cells = (f"{each['cost']:.2f} ({each['shapes']} used)" for each in row["bounds"].values())
+        drawn.add_row(row["lengths"], str(row["rows"]), f"{row['free_shapes']:,}", *cells)
+    console.print(drawn)
+
+
 def show(times: Sequence[dict[str, Any]], costs: Sequence[dict[str, Any]], console: Console) -> None:
     """Both tables."""
     drawn = Table("lengths", title="Planning time")
@@ -147,6 +198,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draws", type=int, default=10, help="batches of each kind")
     parser.add_argument("--small", type=int, default=200, help="small batches compared with all partitions")
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 128, 512, 4096, 16_384, 65_536])
+    parser.add_argument("--bounds", type=int, nargs="+", default=[8, 16, 32, 64], help="most shapes")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--launch-cost", type=int, default=128)
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
@@ -159,11 +211,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     times = planning_times(options.sizes, options.repeats, options.launch_cost)
     costs = [row for rows in options.rows for row in compare(rows, options.draws, options.launch_cost)]
     wrong = against_all_partitions(options.small)
-    show(times, costs, Console(width=max(120, Console().width)))
+    console = Console(width=max(120, Console().width))
+    show(times, costs, console)
+    limited = bounded(options.bounds, max(options.rows), options.draws, options.launch_cost)
+    show_bounded(limited, console)
     print(f"launch cost {options.launch_cost}, means of {options.draws} batches")
     print(f"{options.small - wrong} of {options.small} small batches: the least cost of all partitions")
     if options.json:
-        facts = {"times": times, "costs": costs, "small": options.small, "small_wrong": wrong}
+        facts = {"times": times, "costs": costs, "bounded": limited, "small": options.small, "small_wrong": wrong}
         options.json.write_text(json.dumps(facts, indent=1))
     beaten = [f"{row['lengths']}, {row['rows']} rows" for row in costs if row["least"] < 1]
     if beaten:

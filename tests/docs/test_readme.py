@@ -69,7 +69,7 @@ def same(model: nn.Module, wanted: Tensor) -> None:
 def test_all_snippets_are_here() -> None:
     named = re.findall(r"\b(?:run|snippet)\(\s*\"(.*?)\"", Path(__file__).read_text(encoding="utf-8"))
     assert all(any(words in each for words in named) for each in SNIPPETS)
-    assert len(SNIPPETS) == 10
+    assert len(SNIPPETS) == 11
 
 
 def test_lightning() -> None:
@@ -82,6 +82,26 @@ def test_lightning() -> None:
     names["trainer"].fit(split, support.loader([batch()]))
     assert support.relative(split.gradients[0], plain.gradients[0]) <= 1e-12
     assert len(split.shapes) > 1
+
+
+def test_packing() -> None:
+    class Model(support.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama()
+
+        def loss(self, batch: Any) -> Tensor:
+            return self.model(**batch).loss
+
+    def trainer(**options: Any) -> pl.Trainer:
+        return support.quiet_trainer(*options["callbacks"])
+
+    names = run("layout=", Trainer=trainer, PadMinCallback=PadMinCallback)
+    plain, packed = Model(), Model()
+    support.fit(plain, [batch()])
+    names["trainer"].fit(packed, support.loader([batch()]))
+    assert support.relative(packed.gradients[0], plain.gradients[0]) <= 1e-5
+    assert packed.shapes[-1][0] == 1
 
 
 def test_manual_optimization() -> None:
