@@ -308,6 +308,38 @@ def joint() -> Any:
     return pair(Coupled, batches(count=4), {"mode": "joint"}, accumulate_grad_batches=2)
 
 
+class OwnLoss(support.Module):
+    """A model of transformers that takes its own loss."""
+
+    def __init__(self, leaks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": support.VOCABULARY}
+        if leaks:
+            from transformers import OPTConfig, OPTForCausalLM
+
+            self.model = OPTForCausalLM(OPTConfig(**sizes, ffn_dim=24, word_embed_proj_dim=16, dropout=0.0))
+        else:
+            from transformers import Qwen2Config, Qwen2ForCausalLM
+
+            self.model = Qwen2ForCausalLM(Qwen2Config(**sizes, intermediate_size=24, num_key_value_heads=1))
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(**batch).loss
+
+
+def packed() -> Any:
+    """layout="pack": more packs on rank 0 than on rank 1, whose first batch is one row and tells nothing."""
+    found = {"uneven": pair(OwnLoss, batches(count=4), {"layout": "pack"}, accumulate_grad_batches=2)}
+    late = batches(count=2) if RANK == 0 else [support.make_batch([5], seed=3), *batches(count=1)]
+    found["late"] = pair(OwnLoss, late, {"layout": "pack"})
+    try:
+        fit(OwnLoss(leaks=True), batches(count=2), callback(layout="pack"))
+    except Exception as error:
+        found["leaks"] = f"{type(error).__name__}: {error}"
+    return found
+
+
 class Manual(support.Module):
     """Manual optimization, two batches per step."""
 

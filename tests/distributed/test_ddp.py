@@ -27,6 +27,7 @@ SCENARIOS = [
     "checked",
     "out_of_memory",
     "joint",
+    "packed",
     "manual",
     "reductions",
     "synchronised_logging",
@@ -192,6 +193,25 @@ def test_joint_mode_with_a_loss_that_couples_rows(ranks: Ranks) -> None:
         assert result["stats"]["micro_batches"] == chunks
         assert result["logged"]["padmin/micro_batches"] == 24
     assert torch.equal(*(rank["joint"]["split"]["parameters"] for rank in ranks))
+
+
+@pytest.mark.parametrize("case", ["uneven", "late"])
+def test_packed_rows(ranks: Ranks, case: str) -> None:
+    """In float32, since the model casts to it."""
+    for rank in ranks:
+        result = rank["packed"][case]
+        assert worst(result) <= 1e-5
+        assert support.relative(result["split"]["parameters"], result["plain"]["parameters"]) <= 1e-5
+    stats = [rank["packed"][case]["stats"] for rank in ranks]
+    assert stats[0]["micro_batches"] == stats[1]["micro_batches"] > 4
+    assert stats[0]["dummies"] == 0 < stats[1]["dummies"]
+    assert stats[0]["slots"] == stats[0]["real_tokens"]
+    assert torch.equal(*(rank["packed"][case]["split"]["parameters"] for rank in ranks))
+
+
+def test_a_model_that_leaks_is_refused_on_both_ranks(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert re.match(r"ArchitectureError: layout='pack': model \(OPTForCausalLM", rank["packed"]["leaks"])
 
 
 def test_manual_optimization(ranks: Ranks) -> None:

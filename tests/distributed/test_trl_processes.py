@@ -19,6 +19,7 @@ WORKER = Path(__file__).with_name("trl_worker.py")
 SCENARIOS = {
     "dapo": ("split", "joint", "replay", "auto"),
     "grpo": ("split",),
+    "packed": ("split", "joint"),
     "quantile": ("auto", "joint"),
     "adaptive_entropy": ("split", "replay"),
     "truncated": ("split", "replay", "joint"),

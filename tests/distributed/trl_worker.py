@@ -78,12 +78,19 @@ def result(record: cases.Record) -> dict[str, Any]:
     }
 
 
-def compared(*modes: str, layer: type = Uneven, make: Callable[[], Any] = cases.qwen2, **options: Any) -> Any:
+def compared(
+    *modes: str,
+    layer: type = Uneven,
+    make: Callable[[], Any] = cases.qwen2,
+    padmin: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     """The same training without the mixin and in each mode."""
     stock, ours = cases.trainers(outer=(layer,))
+    padmin = padmin or {}
     found = {"stock": result(cases.train(stock, OPTIONS | options, None, make))}
     for mode in modes:
-        found[mode] = result(cases.train(ours, OPTIONS | options, cases.padmin(mode), make))
+        found[mode] = result(cases.train(ours, OPTIONS | options, cases.padmin(mode, **padmin), make))
     return found
 
 
@@ -93,6 +100,10 @@ def dapo() -> Any:
 
 def grpo() -> Any:
     return compared("split", loss_type="grpo", steps_per_generation=4)
+
+
+def packed() -> Any:
+    return compared("split", "joint", padmin={"layout": "pack", "token_budget": 48}, max_steps=2)
 
 
 def quantile() -> Any:
