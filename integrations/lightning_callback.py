@@ -62,13 +62,14 @@ from lightning_padmin.guards import (
 )
 from lightning_padmin.integrations import lightning_loop
 from lightning_padmin.integrations.deepspeed_boundary import find_engine
-from lightning_padmin.integrations.lightning_check import FirstBatchCheck
+from lightning_padmin.integrations.lightning_check import FirstBatchCheck, pack_gradients, tell
 from lightning_padmin.integrations.lightning_loop import JointOptimization, SplitOptimization
 from lightning_padmin.loops import LoopGuard
 from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatch, MicroBatcher, MicroBatches
 from lightning_padmin.model_proxy import chunked, transformers_models
-from lightning_padmin.packing import PackGate, gate_of, refuse_row_losses
+from lightning_padmin.pack_check import PackCheck
+from lightning_padmin.packing import PackGate, gate_of, needs_rows
 from lightning_padmin.schema import Field
 from lightning_padmin.stats import PaddingStats
 
@@ -152,6 +153,7 @@ class PadMinCallback(pl.Callback):
         self._exchange: Exchange = exchange_alone
         self._restore: Callable[[], None] | None = None
         self._check: FirstBatchCheck | None = None
+        self._pack_check: PackCheck | None = None
         self._checked: weakref.ref[pl.LightningModule] | None = None
         self._loss_tokens: int | None = None
         self._loops, self._told, self._logged = LoopGuard(), set[str](), set[str]()
@@ -187,10 +189,11 @@ class PadMinCallback(pl.Callback):
                 "lightning_padmin.PaddedForward in training_step, and leave the callback out"
             )
         # What the loss is reduced to is nobody's concern where the loss sees whole batches.
-        joint_config = replace(self.config, loss_reduction="row-mean", normalize="rank", layout="pad")
-        config = joint_config if joint else self.config
+        config = replace(self.config, loss_reduction="row-mean", normalize="rank") if joint else self.config
         self._batcher = self._make_batcher(config, pl_module)
         self._check = FirstBatchCheck(trainer, config, self._exchange, models, corrects=corrects, gate=self._gate)
+        if self._gate is not None and not joint:
+            self._pack_check = PackCheck(self._gate, self._exchange, tell)
         if self._checked is not None and self._checked() is pl_module:
             self._check.is_due = False  # an earlier fit of this module has told
         self._restore = lightning_loop.install(
@@ -334,6 +337,7 @@ class PadMinCallback(pl.Callback):
             "_checked": None,
             "_trainer": None,
             "_gate": None,
+            "_pack_check": None,
             "_loops": LoopGuard(),
         }
 
@@ -348,14 +352,18 @@ class PadMinCallback(pl.Callback):
             self._checked = weakref.ref(self._check.module)
         self._loops.discard()
         self._since_log = PaddingStats()
-        self._restore = self._batcher = self._check = self._trainer = self._gate = None
+        self._restore = self._batcher = self._check = self._trainer = self._gate = self._pack_check = None
 
     def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:
         assert self._batcher is not None
         assert self._check is not None
+        if self._pack_check is not None and self._pack_check.is_due:
+            assert self._trainer is not None
+            arguments = (self._trainer, self.config, self._exchange, kwargs, self._batcher, self._pack_check)
+            self._batcher.may_pack = pack_gradients(*arguments)
         micro_batches = self._batcher.prepare(kwargs["batch"])
         if self._check.is_due:
-            self._check(kwargs, micro_batches.schema, micro_batches.table, self._batcher.pack_style)
+            self._check(kwargs, micro_batches.schema, micro_batches.table)
         self._count(micro_batches.stats)
         return micro_batches
 
@@ -373,7 +381,9 @@ class PadMinCallback(pl.Callback):
             encoder_decoder=is_encoder_decoder(module),
             before_reading=check,
             row_limit=self._row_limit,
-            gate=self._gate if self.config.mode != "joint" else None,
+            gate=self._gate,
+            may_pack=False,
+            packs_inside=self.config.mode == "joint",
         )
 
     def _count(self, stats: PaddingStats) -> None:
@@ -497,13 +507,13 @@ def _pack_gate(trainer: pl.Trainer, module: pl.LightningModule, config: PadMinCo
         why = "check='off' would leave unproven that your step hands position ids on"
     elif lightning_loop.is_sharded(trainer) or isinstance(trainer.strategy, DeepSpeedStrategy):
         why = f"under {type(trainer.strategy).__name__} the passes of the leak test are collective, which was not tried"
+    elif config.mode != "joint":
+        why = needs_rows(config)
     if why is not None and config.layout == "pack":
         raise MisconfigurationException(f"layout='pack': {why}. Use layout='pad'")
     if why is not None:
         rank_zero_info(f"PadMinCallback: layout='pad': {why}")
         return None
-    if config.mode != "joint":
-        refuse_row_losses(config)
     around = trainer.precision_plugin.forward_context
     return gate_of(models, config, around, lambda words: rank_zero_info(f"PadMinCallback: {words}"))
 

@@ -15,9 +15,11 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import PadMinWarning
 from lightning_padmin.fields import Schema
-from lightning_padmin.gradient_check import check_gradients
+from lightning_padmin.gradient_check import Outcome, check_gradients
 from lightning_padmin.integrations.lightning_loop import is_sharded, quiet_training_step
+from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.model_proxy import chunked
+from lightning_padmin.pack_check import PackCheck
 from lightning_padmin.pack_layout import PackStyle
 from lightning_padmin.packing import PackGate
 from lightning_padmin.rows import RowTable
@@ -54,16 +56,13 @@ class FirstBatchCheck:
         self.is_due = config.check == "first-batch"
         self.has_passed, self.module = False, trainer.lightning_module
 
-    def __call__(
-        self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable, packs: PackStyle | None = None
-    ) -> None:
+    def __call__(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
         """Checks one batch; on all ranks or on none.
 
         Args:
             kwargs: what training_step is about to be called with, the batch first.
             schema: the batch's schema.
             table: its row table.
-            packs: what packs have; None where rows are padded.
 
         Raises:
             GradientCheckError: training would change; on all ranks, with the same message.
@@ -82,7 +81,6 @@ class FirstBatchCheck:
                 joint=self._chunked if self._models else None,
                 more_than_told=self._told,
                 is_sharded=is_sharded(self._trainer),
-                packs=packs,
             )
         self.is_due = self._batches < _MOST_BATCHES and not (outcome is not None and outcome.final)
         self.has_passed = outcome is not None and outcome.told and outcome.final
@@ -100,6 +98,39 @@ class FirstBatchCheck:
 
     def _chunked(self) -> AbstractContextManager[Any]:
         return chunked(self._models, self._config, gate=self._gate)
+
+
+def pack_gradients(
+    trainer: pl.Trainer,
+    config: PadMinConfig,
+    exchange: Exchange,
+    kwargs: OrderedDict[str, Any],
+    batcher: MicroBatcher,
+    check: PackCheck,
+) -> bool:
+    """Lets the check look at one batch; returns whether rows may be packed."""
+    schema, table = batcher.read_together(kwargs["batch"])
+
+    def gradients(style: PackStyle) -> Outcome | None:
+        with quiet_training_step(trainer, kwargs) as loss:
+            return check_gradients(
+                loss,
+                kwargs["batch"],
+                schema,
+                table,
+                config,
+                trainer.lightning_module,
+                tolerance=_tolerance(trainer),
+                exchange=exchange,
+                packs=style,
+            )
+
+    return check(batcher.pack_style, gradients)
+
+
+def tell(words: str) -> None:
+    """Warns, on the first rank."""
+    _say(words, True)
 
 
 def _tolerance(trainer: pl.Trainer) -> float | None:

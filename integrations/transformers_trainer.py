@@ -11,7 +11,7 @@ the same number of steps. Where it is a mean over each batch, each batch is spli
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, board_alone, board_of_all, exchange_all, exchange_alone
 from lightning_padmin.environment import resolve_for_class
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning, PeerError
+from lightning_padmin.fields import Schema
 from lightning_padmin.gradient_check import Outcome, check_gradients
 from lightning_padmin.guards import (
     ArchitectureError,
@@ -44,7 +45,10 @@ from lightning_padmin.guards import (
 )
 from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatcher
-from lightning_padmin.packing import PackGate, gate_of, refuse_row_losses
+from lightning_padmin.pack_check import PackCheck
+from lightning_padmin.pack_layout import PackStyle
+from lightning_padmin.packing import PackGate, gate_of, needs_rows
+from lightning_padmin.rows import RowTable
 from lightning_padmin.sequence import MicroBatches
 from lightning_padmin.stats import PaddingStats
 
@@ -105,7 +109,8 @@ class PadMinTrainerMixin:
         if config.pad_token_id is None and known is not None:
             config = replace(config, pad_token_id=known)
         self._padmin = config
-        self._padmin_gate = _pack_gate(self, config)
+        self._padmin_gate = gate = _pack_gate(self, config)
+        self._padmin_packs = None if gate is None else PackCheck(gate, self._padmin_exchange, self._padmin_say)
         self._padmin_batcher = self._padmin_make_batcher(config, row_limit(findings))
         # For windows whose loss is a sum over the targets of all batches; None: the first batch is going to tell.
         self._padmin_pooling = self._padmin_make_batcher(replace(config, loss_reduction="sum"), row_limit(findings))
@@ -115,7 +120,14 @@ class PadMinTrainerMixin:
         encoder_decoder = is_encoder_decoder(self.model)  # type: ignore[attr-defined]
         exchange = self._padmin_exchange
         gate = self._padmin_gate
-        return MicroBatcher(config, exchange=exchange, encoder_decoder=encoder_decoder, row_limit=limit, gate=gate)
+        return MicroBatcher(
+            config,
+            exchange=exchange,
+            encoder_decoder=encoder_decoder,
+            row_limit=limit,
+            gate=gate,
+            may_pack=False,
+        )
 
     def _padmin_guard(self, chunks: MicroBatches) -> MemoryGuard:
         """Only with DistributedDataParallel do ranks meet in the last pass alone."""
@@ -134,11 +146,12 @@ class PadMinTrainerMixin:
         if not self._padmin.enabled or not batches or num_items is None:
             return batches, num_items
         if self._padmin_pools is None and self._padmin_checked < _MOST_BATCHES:
-            self._padmin_pools = self._padmin_decide(batches[0], num_items)
+            self._padmin_pools = self._padmin_decide(batches, num_items)
         # Neither way to split is known to be right then, so this window runs as it came.
         self._padmin_as_stock = self._padmin_pools is None
         if not self._padmin_pools:
             return batches, num_items
+        self._padmin_prove(batches, num_items, self._padmin_pooling)
         self._padmin_pooling.min_micro_batches = len(batches)
         chunks = self._padmin_pooling.prepare_window(batches)
         guard = self._padmin_guard(chunks)
@@ -175,14 +188,14 @@ class PadMinTrainerMixin:
         if isinstance(inputs, _Share):
             chunks, indices, guard = inputs.chunks, inputs.indices, inputs.guard
         else:
+            self._padmin_prove([inputs], num_items_in_batch, self._padmin_batcher)
             chunks = self._padmin_batcher.prepare(inputs)
             indices, guard = range(len(chunks)), self._padmin_guard(chunks)
             self._padmin_count(chunks.stats)
         if not self._padmin_told:
             pools = isinstance(inputs, _Share)
-            self._padmin_check(
-                dict(inputs), num_items_in_batch, self._padmin_pooling if pools else self._padmin_batcher
-            )
+            batcher = self._padmin_pooling if pools else self._padmin_batcher
+            self._padmin_check(batcher.read_made_together(lambda: dict(inputs)), num_items_in_batch, batcher)
         total: Any = 0.0
         try:
             for k in indices:
@@ -232,17 +245,20 @@ class PadMinTrainerMixin:
                 stack.callback(state._set_sync_gradients, before)
             yield
 
-    def _padmin_decide(self, batch: Mapping[str, Any], num_items: Any) -> bool | None:
+    def _padmin_decide(self, batches: list[Any], num_items: Any) -> bool | None:
         """Whether the loss is a sum over `num_items`: some models take that number and return a mean all the same.
 
-        None where this batch cannot tell.
+        None where this window cannot tell.
         """
         if self._padmin_told:
             return True
+        read = self._padmin_pooling.read_window_together(batches)
         try:
-            outcome = self._padmin_check(batch, num_items, self._padmin_pooling)
+            outcome = self._padmin_check(read, num_items, self._padmin_pooling)
         except GradientCheckError:
-            self._padmin_check(batch, num_items, self._padmin_batcher)
+            self._padmin_check(
+                self._padmin_batcher.read_made_together(lambda: read[0]), num_items, self._padmin_batcher
+            )
             return False
         if outcome is not None and outcome.told:
             return True
@@ -261,9 +277,36 @@ class PadMinTrainerMixin:
         if self.accelerator.is_main_process:  # type: ignore[attr-defined]
             warnings.warn(f"PadMinTrainerMixin: {words}", PadMinWarning, stacklevel=3)
 
-    def _padmin_check(self, batch: Mapping[str, Any], num_items: Any, batcher: MicroBatcher) -> Outcome | None:
+    def _padmin_prove(self, batches: list[Any], num_items: Any, batcher: MicroBatcher) -> None:
+        """Finds out whether the loss takes packed rows; until it is known they are padded."""
+        check = self._padmin_packs
+        if check is None or not check.is_due:
+            return
+        read = batcher.read_window_together(batches)
+        passed = check(
+            batcher.pack_style, lambda style: self._padmin_gradients(read, num_items, batcher.config, packs=style)
+        )
+        self._padmin_batcher.may_pack = self._padmin_pooling.may_pack = passed
+
+    def _padmin_check(
+        self, read: tuple[Any, Schema, RowTable], num_items: Any, batcher: MicroBatcher
+    ) -> Outcome | None:
         """Gradients of a few rows through the Trainer's own `compute_loss`, un-split and split."""
-        schema, table = batcher.read_together(batch)
+        outcome = self._padmin_gradients(read, num_items, batcher.config)
+        self._padmin_checked += 1
+        self._padmin_told = (outcome is not None and outcome.final) or self._padmin_checked >= _MOST_BATCHES
+        if outcome is not None and outcome.notable and outcome.told:
+            self._padmin_say(outcome.words)
+        return outcome
+
+    def _padmin_gradients(
+        self,
+        read: tuple[Any, Schema, RowTable],
+        num_items: Any,
+        config: PadMinConfig,
+        packs: PackStyle | None = None,
+    ) -> Outcome | None:
+        batch, schema, table = read
         model: Any = self.model_wrapped  # type: ignore[attr-defined]
 
         def loss(inputs: Any) -> Tensor:
@@ -278,23 +321,18 @@ class PadMinTrainerMixin:
         sharded = accelerator.distributed_type == DistributedType.FSDP
         if not sharded:
             model = own  # DistributedDataParallel would take a call of its wrapper for a step
-        outcome = check_gradients(
+        return check_gradients(
             loss,
             batch,
             schema,
             table,
-            batcher.config,
+            config,
             own,
             tolerance=0.1 if accelerator.mixed_precision not in ("no", None) else None,
             exchange=self._padmin_exchange,
             is_sharded=sharded,
-            packs=batcher.pack_style,
+            packs=packs,
         )
-        self._padmin_checked += 1
-        self._padmin_told = (outcome is not None and outcome.final) or self._padmin_checked >= _MOST_BATCHES
-        if outcome is not None and outcome.notable and outcome.told:
-            self._padmin_say(outcome.words)
-        return outcome
 
     def _padmin_count(self, stats: PaddingStats) -> None:
         self.padding_stats = self.padding_stats + stats
@@ -326,11 +364,12 @@ def _pack_gate(trainer: Any, config: PadMinConfig) -> PackGate | None:
         why = "check='off' would leave unproven that your loss takes packed rows"
     elif trainer.label_smoother is not None:
         why = "with label_smoothing_factor the first label of each document would not be left out"
+    else:
+        why = needs_rows(config)
     if why is not None and config.layout == "pack":
         raise ConfigError(f"layout='pack': {why}. Use layout='pad'")
     if why is not None:
         return None
-    refuse_row_losses(config)
     model = accelerator.unwrap_model(trainer.model)
     return gate_of({"model": model}, config, trainer.compute_loss_context_manager)
 

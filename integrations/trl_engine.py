@@ -356,7 +356,8 @@ def _pack_gate(trainer: Any, config: PadMinConfig, say: Callable[[str], None]) -
         return None
     models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
     unwrapped = {name: trainer.accelerator.unwrap_model(model) for name, model in models.items() if model is not None}
-    return gate_of(unwrapped, config, trainer.accelerator.autocast, say if config.layout == "auto" else None)
+    told = say if config.layout == "auto" else None
+    return gate_of(unwrapped, config, trainer.accelerator.autocast, told, wants_gradients=True)
 
 
 def _for_rows(config: PadMinConfig) -> PadMinConfig:

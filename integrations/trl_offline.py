@@ -22,6 +22,7 @@ from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
 from lightning_padmin.guards import ArchitectureError, inspect_model, with_scan_chunk
 from lightning_padmin.integrations import trl_stock
+from lightning_padmin.integrations.trl_refusals import refuse_what_needs_many_batches
 from lightning_padmin.isolation import ModuleState, without_dropout
 from lightning_padmin.model_proxy import chunked
 from lightning_padmin.sketch import difference, scales, sizes, sketched_gradients
@@ -164,6 +165,7 @@ def _refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
             f"mode={config.mode!r}: {name} needs its whole batch (pairs, metrics over all tokens), so its backbone "
             "runs in chunks inside of its loss. Set mode='joint' or mode='auto'"
         )
+    refuse_what_needs_many_batches(config)
     if config.layout == "pack":
         raise ConfigError(
             f"layout='pack': the backbone of {name} runs in padded chunks. SFTTrainer packs by itself (packing=True, "

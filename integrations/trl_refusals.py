@@ -44,16 +44,21 @@ def _stock_names(kind: type) -> set[str]:
 
 def refuse_config(config: PadMinConfig) -> None:
     """Raises ConfigError for an option that asks for another algorithm than the trainer's, or has no meaning there."""
+    refuse_what_needs_many_batches(config)
+    if config.normalize == "global":
+        raise ConfigError(
+            "normalize='global': how the loss is normalised over ranks is the trainer's own (loss_type='dapo' takes "
+            "one mean over all ranks). Leave it out"
+        )
+
+
+def refuse_what_needs_many_batches(config: PadMinConfig) -> None:
+    """Raises ConfigError for options that remember batches, where passes of several kinds are planned apart."""
     if config.shape_buckets is not None or config.launch_cost == "measured":
         name = "launch_cost" if config.shape_buckets is None else "shape_buckets"
         raise ConfigError(
             f"{name}={getattr(config, name)!r} is not for trainers of TRL, whose passes with and without gradients are "
             "planned apart: leave shape_buckets out, and give launch_cost as a number (padmin diagnose --model)"
-        )
-    if config.normalize == "global":
-        raise ConfigError(
-            "normalize='global': how the loss is normalised over ranks is the trainer's own (loss_type='dapo' takes "
-            "one mean over all ranks). Leave it out"
         )
 
 

@@ -183,7 +183,7 @@ class PadMinConfig:
         if not isinstance(self.enabled, bool):
             raise ConfigError(f"enabled={self.enabled!r}: expected True or False")
         for name, (smallest, optional) in _INTEGERS.items():
-            if name == "launch_cost" and self.launch_cost == "measured":
+            if name == "launch_cost" and isinstance(self.launch_cost, str) and self.launch_cost == "measured":
                 continue
             self._set(name, _checked_integer(name, getattr(self, name), smallest, optional))
         for name, optional in _STRINGS.items():
@@ -214,11 +214,12 @@ class PadMinConfig:
                 raise ConfigError(f"{name}={value!r} needs method='optimal', not method={self.method!r}")
             if self.layout != "pad":
                 raise ConfigError(f"{name}={value!r} needs layout='pad', not layout={self.layout!r}")
-        if self.layout == "pack" and self.pad_to_multiple_of != 1:
-            raise ConfigError(
-                f"layout='pack' has no padding, so pad_to_multiple_of={self.pad_to_multiple_of} has no meaning: leave "
-                "it out"
-            )
+        for name in ("pad_to_multiple_of", "attention_width", "method") if self.layout == "pack" else ():
+            if getattr(self, name) != getattr(PadMinConfig, name):
+                raise ConfigError(
+                    f"layout='pack' has no padding to be planned, so {name}={getattr(self, name)!r} has no meaning: "
+                    "leave it out"
+                )
 
     def _copy_collections(self) -> None:
         """Checks what holds keys, and keeps copies that the caller's later changes do not reach."""

@@ -158,7 +158,8 @@ def _agreed_probe(
     """A probe of equally many rows on all ranks, or None on all."""
     if is_joint:  # coupled losses may need their whole batch, and it is what training is going to run
         return whole_probe(schema, table, config)
-    possible, telling = probe_sizes(table, config, limit, packs is not None)
+    possible, telling = probe_sizes(table, config, limit)
+    telling = possible if packs is not None else telling  # the reduction is not what is asked
     agreed = exchange([sum(1 << n for n in possible), sum(1 << n for n in telling)])
     everywhere, somewhere = int(np.bitwise_and.reduce(agreed[:, 0])), int(np.bitwise_or.reduce(agreed[:, 1]))
     if everywhere == 0 or (more_than_told and not everywhere & somewhere):
@@ -228,6 +229,8 @@ class _Check:
             result = passes()
         except Exception as caught:
             error = caught
+            if self.is_packed:
+                error.add_note("Rows were packed (layout='pack'): the mask is None, and there is one row of documents.")
             error.add_note(
                 f"Raised by the first-batch check, which runs the training step on {len(self._probe.rows)} rows of the "
                 "batch. "
@@ -296,7 +299,7 @@ class _Check:
     def _agree(self, judged: _Verdict) -> Outcome:
         names = [name for name, p in self._module.named_parameters() if p.requires_grad]
         bits = int(np.float64(judged.difference).view(np.int64))
-        tells = self._is_joint or tells_reductions(self._table, self._probe.groups, self._limit)
+        tells = self._is_joint or self.is_packed or tells_reductions(self._table, self._probe.groups, self._limit)
         place = names.index(judged.parameter) if judged.parameter in names else 0
         table = self._exchange([int(judged.status), judged.matching, bits, place, int(tells)])
         worst = int(table[:, 0].argmax())

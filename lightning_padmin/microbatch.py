@@ -17,12 +17,12 @@ from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
-from lightning_padmin.errors import ConfigError, PadMinError, PadMinWarning, PlanError
+from lightning_padmin.errors import BatchError, ConfigError, PadMinError, PadMinWarning, PlanError
 from lightning_padmin.fields import AXES, Axis, Schema
 from lightning_padmin.guards import ArchitectureError
 from lightning_padmin.launch_meter import UNTIL_THEN, LaunchMeter
 from lightning_padmin.layout import SlotMap, pad_layout
-from lightning_padmin.pack_layout import PackStyle, pack_layout, refuse_unpackable
+from lightning_padmin.pack_layout import PackStyle, pack_layout, refuse_holes, refuse_unpackable
 from lightning_padmin.packing import PackGate
 from lightning_padmin.planner import Plan, plan_packs, plan_quietly
 from lightning_padmin.pool import pool
@@ -59,6 +59,11 @@ class MicroBatcher:
         row_limit: longest row that may be regrouped, see `guards.row_limit`.
         min_micro_batches: plans have at least this many, where there are as many rows.
         gate: decides whether rows are packed; without one they are padded.
+        may_pack: False while it is not known whether the training step takes packs; see `may_pack` below.
+        packs_inside: whole batches are only read here; what is packed are the calls of models inside.
+
+    Attributes:
+        may_pack: whether rows are packed once the gate says so.
 
     Raises:
         ConfigError: `layout="pack"` without a gate, so that nobody has looked whether the model leaks.
@@ -75,7 +80,10 @@ class MicroBatcher:
         row_limit: int | None = None,
         min_micro_batches: int = 1,
         gate: PackGate | None = None,
+        may_pack: bool = True,
+        packs_inside: bool = False,
     ) -> None:
+        self.may_pack, self._packs_inside = may_pack, packs_inside
         self.config, self.encoder_decoder = as_config(config), encoder_decoder
         if gate is None and self.config.layout == "pack":
             raise ConfigError(
@@ -132,11 +140,29 @@ class MicroBatcher:
         Raises:
             PadMinError: on every rank when any rank cannot understand its batch.
         """
-        local: tuple[Schema, RowTable] | None = None
+        return self.read_made_together(lambda: batch)[1:]
+
+    def read_window_together(self, batches: Sequence[Any]) -> tuple[Any, Schema, RowTable]:
+        """The rows of several batches as one batch, if they can be pooled, else the first; with its `read_together`."""
+
+        def pooled() -> Any:
+            schemas = [self.read(batch)[0] for batch in batches]
+            try:
+                return pool(batches, schemas)
+            except BatchError:  # of no concern here; where it is, it is raised when they are planned
+                return batches[0]
+
+        return self.read_made_together(pooled)
+
+    def read_made_together(self, make: Callable[[], Any]) -> tuple[Any, Schema, RowTable]:
+        """`read_together` of what `make` returns, with that; what it raises, all ranks hear of."""
+        local: tuple[Any, Schema, RowTable] | None = None
         error: Exception | None = None
         try:
-            local = self.read(batch)
-            self._packs(*local)
+            batch = make()
+            local = batch, *self.read(batch)
+            if self._gate_opens(*local[1:]) and self._packs_inside:
+                refuse_holes(*local[1:])
         except Exception as caught:
             error = caught
         raise_together(error, self._exchange([_code(error)])[:, 0])
@@ -189,10 +215,10 @@ class MicroBatcher:
     def _plan(self, batch: Any) -> tuple[Schema, RowTable, Plan]:
         config = self.config
         schema, table = self.read(batch)
-        if self._packs(schema, table):
-            plan = self._plan_packs(batch, schema, table)
-            self._tell(table, plan)
-            return schema, table, plan
+        packed = self._plan_packs(batch, schema, table) if self._gate_opens(schema, table) and self.may_pack else None
+        if packed is not None:
+            self._tell(table, packed)
+            return schema, table, packed
         plan = plan_quietly(
             table.length,
             config.token_budget if config.token_budget is not None else self._slots_without_us(schema),
@@ -210,13 +236,20 @@ class MicroBatcher:
         self._tell(table, plan)  # before the agreement: where warnings are errors, all ranks raise
         return schema, table, plan
 
-    def _packs(self, schema: Schema, table: RowTable) -> bool:
-        """Whether this batch is packed; an encoder-decoder's only to be refused."""
+    def _gate_opens(self, schema: Schema, table: RowTable) -> bool:
+        """Whether rows may be packed by what is known of the model; an encoder-decoder's only to be refused."""
         return self._gate is not None and (len(schema.widths) > 1 or self._gate(table.length[:, 0]))
 
-    def _plan_packs(self, batch: Any, schema: Schema, table: RowTable) -> Plan:
+    def _plan_packs(self, batch: Any, schema: Schema, table: RowTable) -> Plan | None:
+        """None where `layout="auto"` pads a batch that cannot be packed."""
         config = self.config
-        refuse_unpackable(batch, schema, table)
+        try:
+            refuse_unpackable(batch, schema, table)
+        except BatchError as error:
+            if config.layout == "pack":
+                raise
+            self._once(f"a batch is padded, not packed: {error}")
+            return None
         return plan_packs(
             table.length[:, 0],
             config.token_budget if config.token_budget is not None else self._slots_without_us(schema),

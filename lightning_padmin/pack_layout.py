@@ -178,8 +178,8 @@ def pack_layout(table: RowTable, rows: Sequence[int] | NDArray[np.int64], style:
     return PackMap(index, table.start[index], lengths, widths, *source, offsets=offsets, style=style or PackStyle())
 
 
-def refuse_unpackable(batch: Any, schema: Schema, table: RowTable) -> None:
-    """Raises BatchError for a batch whose rows cannot be documents of a pack; names the entry and the fix."""
+def refuse_holes(schema: Schema, table: RowTable) -> None:
+    """Raises BatchError for rows that are not one stretch of tokens."""
     fix = "use layout='pad'"
     if len(schema.widths) > 1:
         raise BatchError(f"layout='pack': rows of an encoder-decoder cannot be packed: {fix}")
@@ -190,6 +190,12 @@ def refuse_unpackable(batch: Any, schema: Schema, table: RowTable) -> None:
             f"layout='pack': {schema.mask!r} has holes inside of {len(holes)} rows (first in row {holes[0]}), and a "
             f"pack has no mask that would leave them out: {fix}"
         )
+
+
+def refuse_unpackable(batch: Any, schema: Schema, table: RowTable) -> None:
+    """Raises BatchError for a batch whose rows cannot be documents of a pack; names the entry and the fix."""
+    refuse_holes(schema, table)
+    fix = "use layout='pad'"
     for path, entry in schema.fields.items():
         if entry.kind == "unit" or (entry.kind == "position" and len(entry.position_dims) > 1):
             raise BatchError(f"layout='pack': {path!r} cannot be packed ({entry.kind}): {fix}")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.guards import ArchitectureError
+from lightning_padmin.guards import ArchitectureError, has_experts
 from lightning_padmin.isolation import untouched, without_dropout
 from lightning_padmin.loading import vocabulary_of
 from lightning_padmin.pack_layout import PackMap, PackStyle, pack_layout
@@ -34,7 +34,8 @@ from lightning_padmin.search import Ints
 from lightning_padmin.sketch import Sketches, combine, difference, largest, sketched_gradients
 
 _logger = logging.getLogger(__name__)
-_ALONE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+_ALONE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.02}
+_ROUTED = 0.1  # in half precision, where rounding sends tokens to other experts
 _ROUNDING, _ROUNDING_OF_GRADIENTS = 16, 64  # in units of the dtype's spacing at 1
 _MOST_ALONE = 8  # documents that are compared with themselves alone
 _MOST_LOGITS = 2**26  # above this hidden states are compared, which logits are made of token by token
@@ -109,7 +110,8 @@ def measure_leak(model: nn.Module, lengths: Sequence[int], style: PackStyle, aro
         nan = float("nan")
         return Leak(nan, nan, nan, nan, (0.0,) * 4, tuple(lengths), f"{type(error).__name__}: {first}")
     spacing = torch.finfo(dtype).eps
-    limits = (_ROUNDING * spacing, _ROUNDING_OF_GRADIENTS * spacing, _ALONE[dtype], _ALONE[dtype])
+    alone = _ROUTED if spacing > 1e-4 and has_experts(model) else _ALONE[dtype]
+    limits = (_ROUNDING * spacing, _ROUNDING_OF_GRADIENTS * spacing, alone, max(alone, 16 * spacing))
     (outputs, gradients), (outputs_alone, gradients_alone) = values
     return Leak(outputs, gradients, outputs_alone, gradients_alone, limits, tuple(lengths))
 
@@ -124,7 +126,7 @@ class _Passes:
         self._source = torch.Generator().manual_seed(0)
         vocabulary = vocabulary_of(model)
         tokens = sum(lengths)
-        self._callee = model if tokens * vocabulary <= _MOST_LOGITS else getattr(model, "base_model", model)
+        self._callee = model if tokens * vocabulary <= _MOST_LOGITS else _backbone(model)
         self._ids, other = self._draw(tokens, vocabulary), self._draw(tokens, vocabulary)
         offsets = self._slots.offsets
         self._watched = [(int(a), int(b)) for a, b in zip(offsets[1:-1:2], offsets[2::2], strict=False)]
@@ -199,6 +201,12 @@ class _Passes:
         return kept[0], gradients
 
 
+def _backbone(model: Any) -> Any:
+    """What makes the hidden states; inside of a model with adapters (PEFT) that of the model that has them."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(inner, "base_model", inner)
+
+
 def _slots_of(lengths: Sequence[int], style: PackStyle) -> PackMap:
     n = np.array(lengths, np.int64)
     ones = np.ones(len(n), np.int64)
@@ -235,6 +243,7 @@ class PackGate:
         config: the options.
         around: context of a forward pass (autocast).
         say: told the decision of `layout="auto"` once, in words.
+        wants_gradients: decides only where gradients are taken: adapters may be switched off elsewhere.
 
     Attributes:
         style: what packs have, once they are proven.
@@ -249,8 +258,10 @@ class PackGate:
         *,
         around: Context = nullcontext,
         say: Callable[[str], None] = lambda words: None,
+        wants_gradients: bool = False,
     ) -> None:
         self._models, self._config, self._around, self._say = dict(models), config, around, say
+        self._wants_gradients, self._proven = wants_gradients, 0
         shift = 1 if config.label_shift is None else config.label_shift
         self.style = PackStyle(config.ignore_index, shift)
         self.leaks: dict[str, Leak] = {}
@@ -269,28 +280,51 @@ class PackGate:
         Raises:
             ArchitectureError: `layout="pack"`, and documents leak; names the model and the measured leak.
         """
-        if self.verdict is None:
-            documents = self._documents(lengths)
-            if len(documents) >= 2:
-                self._prove(documents)
+        if self.verdict is False or (self._wants_gradients and not torch.is_grad_enabled()):
+            return bool(self.verdict)
+        documents = self._documents(lengths)
+        # A model may keep documents apart in short packs only, so longer ones are proven anew.
+        if len(documents) >= 2 and sum(documents) > self._proven:
+            self._prove(self._more(documents))
         return bool(self.verdict)
 
+    @property
+    def is_demanded(self) -> bool:
+        """Whether rows must be packed or refused."""
+        return self._config.layout == "pack"
+
+    def give_up(self, why: str) -> None:
+        """Rows are padded from now on."""
+        self._decide(False, why)
+
     def _documents(self, lengths: Ints) -> list[int]:
-        """Lengths of the fullest pack; of two rows where packs hold one each."""
+        """Lengths of the fullest pack; of two rows where packs hold one each and nothing is proven yet."""
         plan = plan_packs(lengths, self._config.token_budget, max_rows=self._config.max_rows)
         packs = [rows for rows in plan.groups if len(rows) > 1]
         if packs:
             return [int(n) for n in lengths[packs[0]]]
-        return [int(n) for n in np.sort(lengths)[:2]]
+        return [] if self.verdict else [int(n) for n in np.sort(lengths)[:2]]
+
+    def _more(self, documents: Sequence[int]) -> list[int]:
+        """The same again, up to twice as many tokens, if the budget has room: so there are few proofs in a training."""
+        total = sum(documents)
+        most = min(2 * total, self._config.token_budget or 2 * total)
+        more = list(documents)
+        for length in documents:
+            if sum(more) < most:
+                more.append(min(length, most - sum(more)))
+        return more
 
     def _prove(self, documents: Sequence[int]) -> None:
+        before, self.leaks = self.verdict, {}
         for style in self._styles():
             found = {name: self._leak(model, documents, style) for name, model in self._models.items()}
             self.leaks = self.leaks or found
             if all(leak.is_none for leak in found.values()):
-                self.leaks, self.style = found, style
+                self.leaks, self.style, self._proven = found, style, sum(documents)
                 words = "; ".join(f"{_title(name, self._models)}: {leak}" for name, leak in found.items())
-                self._decide(True, words)
+                if before is None:
+                    self._decide(True, words)
                 return
         name, leak = next((name, leak) for name, leak in self.leaks.items() if not leak.is_none)
         words = f"{_title(name, self._models)}: {leak}"
@@ -301,7 +335,7 @@ class PackGate:
         self._decide(False, words)
 
     def _leak(self, model: nn.Module, documents: Sequence[int], style: PackStyle) -> Leak:
-        return measure_leak(model, documents, style, self._around)
+        return measure_leak(model, documents, style, nullcontext if _is_whole(model) else self._around)
 
     def _styles(self) -> list[PackStyle]:
         """What is tried: positions alone, then the numbers of documents for mixers whose kernels read them."""
@@ -322,11 +356,12 @@ def gate_of(
     config: PadMinConfig,
     around: Context = nullcontext,
     say: Callable[[str], None] | None = None,
+    wants_gradients: bool = False,
 ) -> PackGate | None:
     """The gate of these models; None where the options do not ask for packing."""
     if config.layout == "pad":
         return None
-    return PackGate(models, config, around=around, say=say or _logger.info)
+    return PackGate(models, config, around=around, say=say or _logger.info, wants_gradients=wants_gradients)
 
 
 def refuse_unproven(config: PadMinConfig, where: str) -> None:
@@ -338,13 +373,23 @@ def refuse_unproven(config: PadMinConfig, where: str) -> None:
         )
 
 
-def refuse_row_losses(config: PadMinConfig) -> None:
-    """Raises ConfigError where the loss of a pack would be taken over rows, which a pack has none of."""
-    if config.layout == "pack" and config.loss_reduction not in ("token-mean", "sum"):
-        raise ConfigError(
-            f"layout='pack' with loss_reduction={config.loss_reduction!r}: a pack is one row of many documents, so a "
-            "training step cannot take means over rows. Use mode='joint', whose loss sees rows, or layout='pad'"
+def needs_rows(config: PadMinConfig) -> str | None:
+    """Why a training step cannot be given packs, by its declarations: a pack is one row of many documents."""
+    if config.loss_reduction not in ("token-mean", "sum"):
+        return (
+            f"with loss_reduction={config.loss_reduction!r} a step takes means over rows, and a pack is one row of "
+            "many documents; mode='joint' packs inside of the model call"
         )
+    by_row = [name for name, how in config.log_reduce.items() if how == "row-mean"]
+    if by_row:
+        return f"log_reduce[{by_row[0]!r}]='row-mean' is a mean over rows, and a pack is one row of many documents"
+    return None
+
+
+def _is_whole(model: nn.Module) -> bool:
+    """Whether the model computes in float32 or more where nothing casts it: then a leak shows best without a cast."""
+    half = {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16}
+    return not half and not has_varlen_kernel(model)
 
 
 def has_varlen_kernel(model: nn.Module) -> bool:
@@ -365,4 +410,4 @@ def _takes(model: nn.Module, name: str) -> bool:
     return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
-__all__ = ["Leak", "PackGate", "gate_of", "has_varlen_kernel", "measure_leak", "refuse_row_losses", "refuse_unproven"]
+__all__ = ["Leak", "PackGate", "gate_of", "has_varlen_kernel", "measure_leak", "needs_rows", "refuse_unproven"]

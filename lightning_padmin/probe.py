@@ -26,39 +26,40 @@ _NO_TOKENS = ("position_ids", "mask", "labels", "token_type_ids")
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A few rows of a batch: as they came, rolled and trimmed, and in two groups."""
+    """A few rows of a batch: as they came, rolled and trimmed, and in two groups, or all in one pack."""
 
     rows: Ints
-    groups: tuple[Ints, Ints]
+    groups: tuple[Ints, ...]
     came: SlotMap
     whole: SlotMap
-    parts: tuple[SlotMap, SlotMap]
+    parts: tuple[SlotMap, ...]
 
 
-def probe_sizes(table: RowTable, config: PadMinConfig, limit: float, packs: bool = False) -> tuple[set[int], set[int]]:
+def probe_sizes(table: RowTable, config: PadMinConfig, limit: float) -> tuple[set[int], set[int]]:
     """How many rows a probe of this batch can have, two to four, and with how many it tells reductions apart.
 
     Ranks probe the same number of rows, since a training step may gather what they compute.
     """
-    least = 3 if packs else 2  # one pack of two documents, or nothing could leak
-    groups = {n: each for n in range(least, _MOST_ROWS + 1) if (each := _groups(table, config, n)) is not None}
+    groups = {n: each for n in range(2, _MOST_ROWS + 1) if (each := _groups(table, config, n)) is not None}
     return set(groups), {n for n, each in groups.items() if tells_reductions(table, each, limit)}
 
 
 def make_probe(
     batch: Any, schema: Schema, table: RowTable, config: PadMinConfig, n: int, packs: PackStyle | None = None
 ) -> Probe:
-    """`n` rows that carry loss, half with few and half with many loss tokens, within the budget if that can be."""
+    """`n` rows that carry loss, half with few and half with many loss tokens, within the budget if that can be.
+
+    With `packs`, all of them in one pack that has these.
+    """
     groups = _groups(table, config, n)
     assert groups is not None
     rows = np.sort(np.concatenate(groups))
     may_crop = not masked_tokens_vary(batch, schema, table, rows)
     came = _as_it_came(table, rows, _budget(table, config) if may_crop else None, config.pad_to_multiple_of)
     whole = _rolled(schema, table, rows, config)
-    parts = [
-        _rolled(schema, table, each, config) if packs is None else pack_layout(table, each, packs) for each in groups
-    ]
-    return Probe(rows, groups, came, whole, (parts[0], parts[1]))
+    if packs is not None:
+        return Probe(rows, (rows,), came, whole, (pack_layout(table, rows, packs),))
+    return Probe(rows, groups, came, whole, tuple(_rolled(schema, table, each, config) for each in groups))
 
 
 def whole_probe(schema: Schema, table: RowTable, config: PadMinConfig) -> Probe:

@@ -75,7 +75,7 @@ def sketched_gradients(loss: Callable[[], Tensor], module: nn.Module) -> Sketche
 
 
 def _send_backward(value: Tensor, again: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
-    if not value.requires_grad:  # nothing that is trained takes part
+    if not value.requires_grad or not parameters:  # nothing that is trained takes part
         return
     try:
         torch.autograd.grad(value, parameters, allow_unused=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_padmin.config import PadMinConfig, as_config
-from lightning_padmin.errors import BatchError, PadMinError
+from lightning_padmin.errors import BatchError, ConfigError, PadMinError
 from lightning_padmin.guards import inspect_model
 from lightning_padmin.isolation import untouched, without_dropout
 from lightning_padmin.microbatch import MicroBatcher, compact
@@ -126,7 +126,12 @@ def verify_equivalence(
 
     If the gradients differ, the other ways to reduce a loss are tried, and the one that matches is named.
     """
-    config = replace(as_config(config), layout="pad")
+    config = as_config(config)
+    if config.layout == "pack" or config.shape_buckets is not None or config.launch_cost == "measured":
+        raise ConfigError(
+            f"layout={config.layout!r}, shape_buckets={config.shape_buckets!r}, launch_cost={config.launch_cost!r}: "
+            "one batch is verified as it is padded by default; packs are proven where they are used"
+        )
     dtype = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
     limit = TOLERANCES.get(dtype, 1e-3) if tolerance is None else tolerance
     with untouched(module), without_dropout(module):

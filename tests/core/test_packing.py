@@ -19,7 +19,7 @@ from lightning_padmin.errors import BatchError, ConfigError, PadMinWarning, Plan
 from lightning_padmin.guards import ArchitectureError
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.pack_layout import PackStyle
-from lightning_padmin.packing import Leak, PackGate, has_varlen_kernel, measure_leak, refuse_row_losses
+from lightning_padmin.packing import Leak, PackGate, has_varlen_kernel, measure_leak, needs_rows
 from lightning_padmin.planner import plan_packs
 
 WORKED_EXAMPLE = [120, 90, 300, 40, 55, 30, 210, 65]
@@ -30,7 +30,7 @@ class Open(PackGate):
 
     def __init__(self, **style: Any) -> None:
         super().__init__({}, PadMinConfig(layout="pack"))
-        self.verdict, self.style = True, PackStyle(**style)
+        self.verdict, self.style, self._proven = True, PackStyle(**style), 2**60
 
 
 def batch_of(lengths: Sequence[int], left: bool = True, seed: int = 0) -> dict[str, Tensor]:
@@ -294,7 +294,7 @@ def test_a_model_without_a_leak_passes_once_and_for_all() -> None:
     assert found.leaks["model"].is_none
     assert found(np.array([3]))
     (words,) = said
-    assert "layout='pack': model (Mixer, attention 'sdpa'): 4 documents of a pack are as they are alone" in words
+    assert "layout='pack': model (Mixer, attention 'sdpa'): 8 documents of a pack are as they are alone" in words
 
 
 @pytest.mark.parametrize("leaks", [1.0, 1e-2, 1e-4])
@@ -315,6 +315,84 @@ def test_one_document_does_not_tell() -> None:
 def test_two_rows_of_a_pack_each_are_tried_together() -> None:
     with pytest.raises(ArchitectureError):
         gate(Mixer(1.0), token_budget=5)[0](np.array([5, 4]))
+
+
+class LeaksFarOut(Mixer):
+    """As it should be up to 24 tokens of a pack; beyond, documents are seen through."""
+
+    def forward(self, input_ids: Tensor, **more: Any) -> Any:
+        self.leaks = float(input_ids.shape[1] > 24)
+        return super().forward(input_ids, **more)
+
+
+def test_longer_packs_are_proven_anew() -> None:
+    found, said = gate(LeaksFarOut(), token_budget=64)
+    assert found(np.array([4, 3, 3]))
+    assert found(np.array([5, 3, 3, 2, 4]))  # 17 tokens; 20 are proven
+    with pytest.raises(ArchitectureError, match="documents of a pack change each other"):
+        found(np.array([9, 7, 5, 6]))
+    assert len(said) == 1
+
+
+def test_there_are_few_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = gate(Mixer(), token_budget=256)
+    proofs: list[int] = []
+    prove = found._prove
+    monkeypatch.setattr(found, "_prove", lambda documents: proofs.append(sum(documents)) or prove(documents))
+    for tokens in range(8, 256, 4):
+        found(np.array([tokens // 2, tokens // 2]))
+    assert proofs == sorted(proofs)
+    assert len(proofs) <= 6
+    assert proofs[-1] <= 256
+
+
+def test_nothing_is_decided_where_adapters_may_be_off() -> None:
+    waiting = PackGate({"model": Mixer()}, PadMinConfig(layout="pack"), wants_gradients=True)
+    with torch.no_grad():
+        assert not waiting(LENGTHS)
+    assert waiting.verdict is None
+    assert waiting(LENGTHS)
+    with torch.no_grad():
+        assert waiting(LENGTHS)
+
+
+def test_a_frozen_model_is_compared_by_its_outputs() -> None:
+    """Though its embeddings give a graph, as with checkpointing and adapters behind it."""
+
+    class Frozen(Mixer):
+        def forward(self, *args: Any, **more: Any) -> Any:
+            made = super().forward(*args, **more)
+            made.logits = made.logits.requires_grad_() if made.logits.is_leaf else made.logits
+            return made
+
+    model = Frozen().requires_grad_(False)
+    assert gate(model)[0](LENGTHS)
+    with pytest.raises(ArchitectureError):
+        gate(Frozen(1e-3).requires_grad_(False))[0](LENGTHS)
+
+
+def test_in_half_precision_a_model_that_counts_columns_does_not_pass() -> None:
+    class Counts(Mixer):
+        def forward(self, input_ids: Tensor, **more: Any) -> Any:
+            made = super().forward(input_ids, **more)
+            column = torch.arange(input_ids.shape[1])[:, None] / 100
+            made.logits = made.logits * (1 + column).to(made.logits)
+            return made
+
+    assert gate(Mixer().bfloat16())[0](LENGTHS)
+    with pytest.raises(ArchitectureError, match="are not what they are alone"):
+        gate(Counts().bfloat16())[0](LENGTHS)
+
+
+def test_a_batch_that_cannot_be_packed_is_padded_with_auto() -> None:
+    mask = torch.tensor([[1, 0, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]])
+    config = PadMinConfig(layout="auto", labels_key=None, loss_mask_key="attention_mask", static_keys=["labels"])
+    batcher = MicroBatcher(config, gate=Open())
+    with pytest.warns(PadMinWarning, match=r"a batch is padded, not packed: .*holes inside of 1 rows"):
+        (micro,) = batcher.prepare(changed(attention_mask=mask))
+    assert torch.equal(micro.batch["attention_mask"], mask[:, :4])
+    (micro,) = batcher.prepare(changed())
+    assert micro.batch["attention_mask"] is None
 
 
 def test_auto_pads_without_a_kernel_and_says_so() -> None:
@@ -453,6 +531,8 @@ def test_without_a_model_nothing_is_packed() -> None:
         ({"layout": "packed"}, "layout='packed'"),
         ({"layout": "pack", "pad_to_multiple_of": 8}, "layout='pack' has no padding"),
         ({"layout": "pack", "shape_buckets": 4}, "shape_buckets=4 needs layout='pad'"),
+        ({"layout": "pack", "method": "greedy"}, "method='greedy' has no meaning"),
+        ({"layout": "pack", "attention_width": 512}, "attention_width=512 has no meaning"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:
@@ -462,6 +542,9 @@ def test_options(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["row-mean", lambda batch: batch["attention_mask"].sum(1)])
 def test_means_over_rows_have_no_rows(reduction: Any) -> None:
-    with pytest.raises(ConfigError, match="a pack is one row of many documents"):
-        refuse_row_losses(PadMinConfig(layout="pack", loss_reduction=reduction))
-    refuse_row_losses(PadMinConfig(layout="pad", loss_reduction=reduction))
+    assert "a pack is one row of many documents" in str(needs_rows(PadMinConfig(loss_reduction=reduction)))
+
+
+def test_logged_means_over_rows_have_no_rows() -> None:
+    assert "log_reduce['acc']='row-mean'" in str(needs_rows(PadMinConfig(log_reduce={"acc": "row-mean", "n": "sum"})))
+    assert needs_rows(PadMinConfig(log_reduce={"n": "sum"})) is None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_padmin import PadMinConfig, cli
-from lightning_padmin.errors import BatchError
+from lightning_padmin.errors import BatchError, ConfigError
 from lightning_padmin.verify import Report, verify_equivalence
 
 LENGTHS = [5, 9, 3, 12, 11, 4, 7, 2]
@@ -237,6 +237,13 @@ def test_packing_that_leaks_is_a_note(restarts: bool) -> None:
     assert check.verdict == ("exact" if restarts else "note")
     assert (check.difference > 0.1) is not restarts
     assert report.is_exact  # rows are not packed here
+
+
+@pytest.mark.parametrize("options", [{"layout": "pack"}, {"shape_buckets": 8}, {"launch_cost": "measured"}])
+def test_what_one_padded_batch_does_not_verify_is_refused(options: dict[str, Any]) -> None:
+    module = support.Module()
+    with pytest.raises(ConfigError, match="one batch is verified as it is padded"):
+        verify_equivalence(module.loss, support.make_batch([5, 3]), PadMinConfig(**options), module=module)
 
 
 def test_a_leak_below_the_rounding_of_two_layouts_is_seen() -> None:

@@ -18,6 +18,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen2Config, Qwen2ForCausa
 from lightning_padmin.errors import ConfigError, GradientCheckError
 from lightning_padmin.guards import ArchitectureError
 from lightning_padmin.microbatch import MicroBatcher
+from lightning_padmin.pack_layout import PackMap
 
 SIZES = {
     "vocab_size": support.VOCABULARY,
@@ -168,12 +169,108 @@ def test_a_step_that_leaves_out_positions_is_refused() -> None:
     assert not module.gradients
 
 
+class Noisy(Forgetful):
+    """Draws a random number that it does not use."""
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        torch.rand(1)
+        return super().loss(batch)
+
+
+class Head(StepLoss):
+    """A recurrent head behind the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.GRU(support.VOCABULARY, support.VOCABULARY, batch_first=True).double()
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        inputs = {name: batch[name] for name in self.reads if name in batch}
+        logits = self.head(self.model(**inputs, use_cache=False).logits)[0]
+        return token_losses(logits, batch["labels"]).sum() / (batch["labels"][:, 1:] != -100).sum()
+
+
+class NeedsMask(StepLoss):
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        return super().loss(batch) * batch["attention_mask"].float().mean().detach().ceil()
+
+
+FEW = [[5, 3], [4, 6], [7, 2], [3, 3]]
+LONG = [[22, 20, 23, 21, 19, 22], [20, 23, 22, 19, 21, 20]]
+
+
+@pytest.mark.parametrize("lengths", [FEW, LONG])
+@pytest.mark.parametrize("kind", [Forgetful, Head, Noisy])
+def test_nothing_is_trained_on_packs_before_the_step_is_proven(kind: type[OwnLoss], lengths: list[list[int]]) -> None:
+    """Also where batches have two rows, or rows that fill the budget by twos."""
+    module, batches = kind(), [support.make_batch(each, seed=k) for k, each in enumerate(lengths)]
+    with pytest.raises(GradientCheckError, match=r"Rows were packed|stays unproven"):
+        fit(
+            module,
+            [support.make_batch(each, seed=k) for k, each in enumerate(lengths)],
+            padmin(layout="pack", token_budget=48),
+        )
+    assert not module.gradients
+
+
+def test_batches_that_do_not_tell_are_padded_until_one_does() -> None:
+    """Rows one at a time, then two: exact all along, packed in the end."""
+    batches = [support.make_batch(each, seed=k) for k, each in enumerate([[5], [7], [4, 6], [7, 2, 3]])]
+    stock, ours, callback = StepLoss(), StepLoss(), padmin(layout="pack", token_budget=48)
+    fit(stock, batches)
+    fit(ours, batches, callback)
+    assert worst(ours, stock) <= EXACT
+    assert [shape[0] for shape in ours.shapes][-2:] == [1, 1]
+    forgetful = Forgetful()
+    with pytest.raises(GradientCheckError):
+        fit(forgetful, batches, padmin(layout="pack", token_budget=48))
+    assert worst_of(forgetful, stock, 2) <= EXACT
+
+
+def worst_of(found: Module, wanted: Module, steps: int) -> float:
+    assert len(found.gradients) == steps
+    return max(relative(a, b) for a, b in zip(found.gradients, wanted.gradients[:steps], strict=True))
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Head, Noisy, NeedsMask])
+def test_auto_pads_what_cannot_be_proven(kind: type[OwnLoss], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_padmin.packing.has_varlen_kernel", lambda model: True)
+    monkeypatch.setattr("lightning_padmin.pack_layout.PackMap.arguments", without_borders(PackMap.arguments))
+    stock, ours, callback = kind(), kind(), padmin(layout="auto", check="first-batch")
+    fit(stock, ragged_batches(2))
+    fit(ours, ragged_batches(2), callback)
+    assert worst(ours, stock) <= EXACT
+    assert callback.stats.slots > callback.stats.real_tokens
+
+
+def without_borders(arguments: Any) -> Any:
+    """No kernel is here that would take them."""
+    return lambda self, device: {k: v for k, v in arguments(self, device).items() if k in ("position_ids", "use_cache")}
+
+
+def test_auto_packs_what_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_padmin.packing.has_varlen_kernel", lambda model: True)
+    monkeypatch.setattr("lightning_padmin.pack_layout.PackMap.arguments", without_borders(PackMap.arguments))
+    stock, ours, callback = StepLoss(), StepLoss(), padmin(layout="auto")
+    fit(stock, ragged_batches(2))
+    fit(ours, ragged_batches(2), callback)
+    assert worst(ours, stock) <= EXACT
+    assert callback.stats.waste == 0
+
+
+def test_a_step_that_needs_the_mask_is_told_of_packs() -> None:
+    with pytest.raises(AttributeError) as error:
+        fit(NeedsMask(), ragged_batches(2), padmin(layout="pack"))
+    assert "Rows were packed (layout='pack'): the mask is None" in "".join(error.value.__notes__)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "trainer", "message"),
     [
         (Module, {}, {}, "no attribute that looks like a model of transformers"),
         (OwnLoss, {"check": "off"}, {}, "check='off' would leave unproven"),
         (OwnLoss, {"loss_reduction": "row-mean"}, {}, "a pack is one row of many documents"),
+        (OwnLoss, {"log_reduce": {"loss": "row-mean"}}, {}, "a pack is one row of many documents"),
     ],
 )
 def test_what_is_refused_at_the_start(

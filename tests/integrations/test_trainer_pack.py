@@ -142,6 +142,28 @@ def test_gradients_and_losses_are_the_stock_ones(make: Callable[[], nn.Module]) 
     assert stats.slots == stats.real_tokens < stats.slots_before
 
 
+@pytest.mark.parametrize("rows_at_once", [1, 2])
+@pytest.mark.parametrize("layout", ["pack", "pad"])
+def test_small_batches_are_pooled_and_checked(layout: Any, rows_at_once: int) -> None:
+    """The window has the rows that one batch has not."""
+    options = {"per_device_train_batch_size": rows_at_once, "gradient_accumulation_steps": 8}
+    config = replace(PACK, layout=layout)
+    _, stock = train(Trainer, llama, **options)
+    trainer, ours = train(Ours, llama, config, **options)
+    assert apart(ours, stock) <= 1e-5
+    assert trainer.padding_stats.batches == 32 // rows_at_once
+    assert trainer.padding_stats.waste == 0 or layout == "pad"
+
+    class Forgetful(Ours):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            kept = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
+            return super().compute_loss(model, kept, *args, **options)
+
+    if layout == "pack":
+        with pytest.raises(GradientCheckError, match="Rows were packed"):
+            train(Forgetful, llama, config, **options)
+
+
 def test_a_model_that_leaks_is_refused() -> None:
     with pytest.raises(ArchitectureError, match=r"layout='pack': model \(OPTForCausalLM.*outputs change by"):
         train(Ours, opt, PACK)

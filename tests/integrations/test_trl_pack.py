@@ -82,6 +82,23 @@ def test_an_equal_weight_for_every_pack_is_another_training(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("mode", ["split", "joint"])
+def test_adapters_with_checkpointing_and_a_reference(mode: str) -> None:
+    """The reference pass switches adapters off, so nothing is decided there."""
+    peft = pytest.importorskip("peft")
+    options = {"loss_type": "dapo", "beta": 0.2, "gradient_checkpointing": True}
+
+    def given() -> dict[str, Any]:
+        return {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+
+    torch.manual_seed(0)
+    wanted = cases.train(cases.STOCK, options, None, **given())
+    torch.manual_seed(0)
+    found = cases.train(cases.OURS, options, packs(mode), **given())
+    cases.same(found, wanted)
+    assert found.trainer.padding_stats.waste == 0
+
+
+@pytest.mark.parametrize("mode", ["split", "joint"])
 def test_a_model_that_leaks_is_refused_before_it_is_trained(mode: str) -> None:
     trainer = cases.build(cases.OURS, PLAIN, packs(mode), lfm2)
     before = cases.flat(trainer.model).clone()
@@ -106,3 +123,6 @@ def test_offline_trainers_are_not_packed() -> None:
 
     with pytest.raises(ConfigError, match="SFTTrainer packs by itself"):
         _refuse_unsupported(SFTTrainer(), PadMinConfig(layout="pack"))
+    for options in ({"shape_buckets": 4}, {"launch_cost": "measured"}):
+        with pytest.raises(ConfigError, match="is not for trainers of TRL"):
+            _refuse_unsupported(SFTTrainer(), PadMinConfig(**options))
