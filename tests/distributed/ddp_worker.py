@@ -337,6 +337,15 @@ def packed() -> Any:
         fit(OwnLoss(leaks=True), batches(count=2), callback(layout="pack"))
     except Exception as error:
         found["leaks"] = f"{type(error).__name__}: {error}"
+    data = batches(count=3)
+    if RANK == 0:
+        row = int(data[1]["attention_mask"].sum(1).argmax())
+        data[1]["attention_mask"][row, 2] = 0
+        data[1]["labels"][row, 2] = -100
+    try:
+        fit(OwnLoss(), data, callback(layout="pack", mode="joint"))
+    except Exception as error:
+        found["holes"] = f"{type(error).__name__}: {error}"
     return found
 
 

@@ -205,8 +205,15 @@ def test_packed_rows(ranks: Ranks, case: str) -> None:
     stats = [rank["packed"][case]["stats"] for rank in ranks]
     assert stats[0]["micro_batches"] == stats[1]["micro_batches"] > 4
     assert stats[0]["dummies"] == 0 < stats[1]["dummies"]
-    assert stats[0]["slots"] == stats[0]["real_tokens"]
+    # A rank that knows nothing of the model yet keeps all from packing their first batch.
+    assert (stats[0]["slots"] == stats[0]["real_tokens"]) is (case == "uneven")
     assert torch.equal(*(rank["packed"][case]["split"]["parameters"] for rank in ranks))
+
+
+def test_a_mask_with_holes_on_one_rank_ends_both_in_joint_mode(ranks: Ranks) -> None:
+    first, second = (rank["packed"]["holes"] for rank in ranks)
+    assert re.match(r"BatchError: layout='pack': 'attention_mask' has holes inside of 1 rows", first)
+    assert second.startswith("PeerError")
 
 
 def test_a_model_that_leaks_is_refused_on_both_ranks(ranks: Ranks) -> None:

@@ -205,11 +205,7 @@ def test_nothing_is_trained_on_packs_before_the_step_is_proven(kind: type[OwnLos
     """Also where batches have two rows, or rows that fill the budget by twos."""
     module, batches = kind(), [support.make_batch(each, seed=k) for k, each in enumerate(lengths)]
     with pytest.raises(GradientCheckError, match=r"Rows were packed|stays unproven"):
-        fit(
-            module,
-            [support.make_batch(each, seed=k) for k, each in enumerate(lengths)],
-            padmin(layout="pack", token_budget=48),
-        )
+        fit(module, batches, padmin(layout="pack", token_budget=48))
     assert not module.gradients
 
 
