@@ -152,8 +152,9 @@ class PadMinConfig:
     shape_buckets: int | None = _option(
         None,
         "Most shapes (rows x width) that micro-batches have in a whole run, for compilers and graphs that pay for each "
-        "new one. They are chosen on the first batch; rows of more than 4 times its longest get shapes of their own, "
-        "which is told. Needs pad_token_id, and mode split.",
+        "new one. They are chosen on the first batch. Beyond them, and told once: rows longer than all (from 8 shapes "
+        "on, of more than 4 times the first batch's longest), and batches that rows without loss leave no choice. "
+        "Needs pad_token_id, and mode split.",
     )
     max_rows: int | None = _option(None, "Most rows in one micro-batch.")
     cost_multiple_of: int | None = _option(

@@ -286,8 +286,13 @@ class MicroBatcher:
             slot_cost = SlotCost(config.cost_multiple_of or 1, config.attention_width or 0)
             budget = config.token_budget if config.token_budget is not None else self._slots_without_us(schema)
             limits = Limits(budget, config.max_rows or budget, self._launch_cost, slot_cost)
-            lengths = table.length[:, 0]
-            self._shapes = choose_shapes(lengths, config.shape_buckets, limits, multiple=config.pad_to_multiple_of)
+            self._shapes = choose_shapes(
+                table.length[:, 0],
+                config.shape_buckets,
+                limits,
+                multiple=config.pad_to_multiple_of,
+                with_riders=bool((table.weight == 0).any()),
+            )
         return self._shapes
 
     def _slots_without_us(self, schema: Schema) -> int:

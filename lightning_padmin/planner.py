@@ -277,7 +277,43 @@ def _in_shapes(lengths: Ints, rounded: Ints, carrier: Bools, limits: Limits, sha
         found = shaped_sizes(rounded[order, 0], carrier[order], limits, shapes)
         if found is not None:
             tried.append((found[0], turn, split_order(order, found[1])))
-    return min(tried)[-1] if tried else None
+    if tried:
+        return min(tried)[-1]
+    # Riders leave no runs; as if there were none, and then carriers change places with riders.
+    order = orders[0]
+    free = shaped_sizes(rounded[order, 0], np.ones(len(order), np.bool_), limits, shapes)
+    return None if free is None else _with_carriers(split_order(order, free[1]), rounded[:, 0], carrier, shapes)
+
+
+def _with_carriers(pieces: list[Ints], rounded: Ints, carrier: Bools, shapes: ShapeSet) -> list[Ints] | None:
+    """The pieces with a carrier in each, by swapping rows of most alike lengths, or by joining pieces of one size.
+
+    None where neither can be done.
+    """
+    parts = [piece.copy() for piece in pieces]
+    while riding := [part for part in parts if not carrier[part].any()]:
+        taker = riding[0]
+        givers = [part for part in parts if carrier[part].sum() > 1]
+        swaps = [
+            (abs(int(rounded[part[i]]) - int(rounded[taker[j]])), k, i, j)
+            for k, part in enumerate(givers)
+            for i in np.flatnonzero(carrier[part]).tolist()
+            for j in range(len(taker))
+        ]
+        if swaps:
+            _, k, i, j = min(swaps)
+            givers[k][i], taker[j] = taker[j], givers[k][i]
+            continue
+        alike = [k for k, part in enumerate(parts) if part is not taker and len(part) == len(taker)]
+        if not alike:
+            return None
+        host = min(
+            alike, key=lambda k: (not carrier[parts[k]].any(), abs(rounded[parts[k]].max() - rounded[taker].max()))
+        )
+        joined = np.concatenate([parts[host], taker])
+        parts = [part for k, part in enumerate(parts) if part is not taker and k != host] + [joined]
+    fits = all(shapes.widths_of(len(part), np.array([rounded[part].max()]))[0] >= 0 for part in parts)
+    return parts if fits else None
 
 
 class _Cut(NamedTuple):

@@ -76,7 +76,9 @@ class ShapeSet:
         return ShapeSet({**self.powers, width: max(power, self.powers.get(width, 0))})
 
 
-def choose_shapes(lengths: Ints, count: int, limits: Limits, *, multiple: int = 1) -> ShapeSet:
+def choose_shapes(
+    lengths: Ints, count: int, limits: Limits, *, multiple: int = 1, with_riders: bool = False
+) -> ShapeSet:
     """At most `count` shapes that suit these lengths.
 
     Args:
@@ -84,10 +86,13 @@ def choose_shapes(lengths: Ints, count: int, limits: Limits, *, multiple: int = 
         count: most shapes, at least 1. From 8 on, two of them are single rows of 2 and 4 times the longest.
         limits: budget and rows of one micro-batch, and what it costs.
         multiple: widths are multiples of this.
+        with_riders: rows without loss are to be expected, the longest ones too, which need another row beside them.
     """
     rows: Ints = -np.sort(-np.random.default_rng(0).permutation(lengths)[:_SAMPLE])
     top = _up(int(lengths.max()), multiple)
     chosen = ShapeSet({top * k: 0 for k in (1, *_LONGER)} if count >= 8 else {top: 0})
+    if with_riders and len(chosen) < count and 2 * top <= limits.budget and limits.max_rows > 1:
+        chosen = chosen.with_width(top, 1)
     steps = [*np.geomspace(max(1, int(rows[-1])), top, _WIDTHS), *np.quantile(rows, np.linspace(0, 1, _WIDTHS))]
     ladder = sorted({min(top, _up(math.ceil(step), multiple)) for step in steps} | {top})
     while True:

@@ -100,6 +100,26 @@ def test_where_riders_leave_no_choice_it_is_told() -> None:
     assert "rows without loss leave no choice of shapes" in plan.notice
 
 
+def test_rows_without_loss_keep_to_the_shapes_too() -> None:
+    """Three of nine rows are without loss, and the longest; a run of them changes one for a row with loss."""
+    seen: set[tuple[int, int]] = set()
+    missed = 0
+    shapes = choose_shapes(np.arange(10, 101, 10), 12, Limits(200, 9, 16), with_riders=True)
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(5, 100, 9)
+        riders = np.isin(np.arange(9), np.argsort(-lengths)[: 1 + seed % 3])
+        plan = planned(lengths, shapes, 200, riders=riders, launch_cost=16)
+        missed += bool(plan.notice)
+        assert all(not riders[group].all() for group in plan.groups)
+        assert sorted(itertools.chain(*(rows.tolist() for rows in plan.groups))) == list(range(9))
+        for group, width in zip(plan.groups, plan.widths[:, 0], strict=True):
+            assert lengths[group].max() <= width
+        seen |= set(shapes_of(plan)) if not plan.notice else set()
+    assert seen <= set(shapes.shapes)
+    assert missed <= 12, missed
+
+
 def test_more_micro_batches_are_halves() -> None:
     shapes = ShapeSet({32: 3, 16: 3})
     plan = planned([30] * 8, shapes, launch_cost=100)
