@@ -156,6 +156,22 @@ def test_a_pack_holds_every_token_once_and_restarts(left: bool) -> None:
     assert sum(weight for _, weight in batches) == pytest.approx(1)
 
 
+def test_no_loss_crosses_a_border() -> None:
+    """The first label of a document would be predicted from the document before it."""
+    batch = batch_of([5, 3, 4], left=False)
+    batch["labels"] = torch.where(batch["attention_mask"] == 1, batch["input_ids"], -100)
+    batch["loss_mask"] = batch["attention_mask"].double() * 0.5
+    config = PadMinConfig(
+        layout="pack", token_budget=99, loss_mask_key="loss_mask", batch_schema={"loss_mask": "position"}
+    )
+    (micro,) = MicroBatcher(config, gate=Open()).prepare(batch)
+    starts = micro.batch["position_ids"] == 0
+    assert starts.sum() == 3
+    assert torch.equal(micro.batch["labels"] == -100, starts)
+    assert torch.equal(micro.batch["loss_mask"] == 0, starts)
+    assert MicroBatcher(config, gate=Open()).prepare(batch).stats.loss_tokens == 9
+
+
 def test_labels_that_line_up_with_logits_keep_their_first() -> None:
     batch = batch_of([4, 3], left=False)
     batch["labels"] = torch.where(batch["attention_mask"] == 1, batch["input_ids"], -100)

@@ -117,6 +117,18 @@ def test_gradients_losses_and_metrics_are_the_stock_ones(kind: type[OwnLoss], at
     assert stats.micro_batches > stats.batches
 
 
+def test_labels_on_the_first_token_of_each_row() -> None:
+    """As most collators make them; in a pack they would be predicted from another row."""
+    batches = ragged_batches(2)
+    for batch in batches:
+        batch["labels"] = torch.where(batch["attention_mask"] == 1, batch["input_ids"], -100)
+    stock, packed = OwnLoss(), OwnLoss()
+    fit(stock, batches)
+    fit(packed, batches, padmin(layout="pack"))
+    assert worst(packed, stock) <= EXACT
+    assert packed.shapes[-1][0] == 1
+
+
 def test_weights_of_one_over_k_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
     def evenly(self: Any, table: Any, groups: list[Any], real: int, agreed: Any) -> Any:
         return np.full(len(groups), 1 / len(groups)), np.full(len(groups), 1 / len(groups))
