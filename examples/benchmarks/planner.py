@@ -2,9 +2,10 @@
 
     python examples/benchmarks/planner.py [--rows 32 128] [--json FILE]
 
-Three tables: milliseconds by number of rows; cost (slots + launch cost x micro-batches) of each planner on several
-kinds of lengths, as times that of ours; and what a bound on shapes costs (`shape_buckets`). Exit code 1 if any planner
-is cheaper than ours, or if ours is not the cheapest of all partitions of a few rows.
+Four tables: milliseconds by number of rows; cost (slots + launch cost x micro-batches) of each planner on several
+kinds of lengths, as times that of ours; what a bound on shapes costs (`shape_buckets`); and what planning the rows of
+an accumulation window together saves. Exit code 1 if any planner is cheaper than ours, or if ours is not the cheapest
+of all partitions of a few rows.
 """
 
 from __future__ import annotations
@@ -170,6 +171,36 @@ def show_bounded(table: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(drawn)
 
 
+def windows(draws: int, launch_cost: int, batches: int = 8, rows: int = 4) -> list[dict[str, Any]]:
+    """Cost of accumulation windows as times their real tokens: as they come, planned one by one, planned together."""
+    table = []
+    for name in ("RL", "GSM8K, sample", "uniform"):
+        lengths, budget = workloads()[name]
+        trimmed = alone = together = real = 0
+        for draw in range(draws):
+            drawn = np.random.default_rng(draw).choice(lengths, batches * rows)
+            parts = drawn.reshape(batches, rows)
+            real += int(drawn.sum())
+            trimmed += sum(rows * int(part.max()) + launch_cost for part in parts)
+            alone += sum(plan_micro_batches(part, budget, launch_cost=launch_cost).cost for part in parts)
+            together += plan_micro_batches(drawn, budget, launch_cost=launch_cost, min_micro_batches=batches).cost
+        costs = {"roll + trim": trimmed, "one by one": alone, "together": together}
+        table.append({"lengths": name, "window": f"{batches} x {rows}", **{k: v / real for k, v in costs.items()}})
+    return table
+
+
+def show_windows(table: Sequence[dict[str, Any]], console: Console) -> None:
+    """The fourth table."""
+    drawn = Table(Column("lengths", no_wrap=True), title="Cost of accumulation windows, as times their real tokens")
+    for column in ("window", "roll + trim", "one by one", "together"):
+        drawn.add_column(column, justify="right")
+    for row in table:
+        drawn.add_row(
+            row["lengths"], row["window"], *(f"{row[k]:.2f}" for k in ("roll + trim", "one by one", "together"))
+        )
+    console.print(drawn)
+
+
 def show(times: Sequence[dict[str, Any]], costs: Sequence[dict[str, Any]], console: Console) -> None:
     """Both tables."""
     drawn = Table("lengths", title="Planning time")
@@ -215,10 +246,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(times, costs, console)
     limited = bounded(options.bounds, max(options.rows), options.draws, options.launch_cost)
     show_bounded(limited, console)
+    pooled = windows(options.draws, options.launch_cost)
+    show_windows(pooled, console)
     print(f"launch cost {options.launch_cost}, means of {options.draws} batches")
     print(f"{options.small - wrong} of {options.small} small batches: the least cost of all partitions")
     if options.json:
-        facts = {"times": times, "costs": costs, "bounded": limited, "small": options.small, "small_wrong": wrong}
+        facts = {
+            "times": times,
+            "costs": costs,
+            "bounded": limited,
+            "windows": pooled,
+            "small": options.small,
+            "small_wrong": wrong,
+        }
         options.json.write_text(json.dumps(facts, indent=1))
     beaten = [f"{row['lengths']}, {row['rows']} rows" for row in costs if row["least"] < 1]
     if beaten:
