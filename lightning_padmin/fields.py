@@ -45,7 +45,7 @@ class Field:
             raise ConfigError(f"Field(axis={self.axis!r}): expected 'input' or 'decoder'")
         if not _is_dimension(self.row_dim) or (self.kind == "unit" and self.row_dim != 0):
             raise ConfigError(f"Field(row_dim={self.row_dim!r}): expected an integer of at least 0, and 0 for units")
-        if not isinstance(self.position_dims, Iterable):
+        if not isinstance(self.position_dims, Iterable) or getattr(self.position_dims, "ndim", 1) != 1:
             raise ConfigError(f"Field(position_dims={self.position_dims!r}): expected a tuple of dimensions")
         dims = tuple(self.position_dims) or ((self.row_dim + 1,) if self.kind == "position" else ())
         object.__setattr__(self, "position_dims", dims)

@@ -109,7 +109,12 @@ def test_static_keys_that_cannot_be_gone_through(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"kind": np.array(["row", "sum"])}, {"kind": "position", "fill": np.zeros(2)}, {"axis": np.array(["a", "b"])}],
+    [
+        {"kind": np.array(["row", "sum"])},
+        {"position_dims": np.array(0.0)},
+        {"kind": "position", "fill": np.zeros(2)},
+        {"axis": np.array(["a", "b"])},
+    ],
 )
 def test_arrays_as_arguments_of_a_field(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
