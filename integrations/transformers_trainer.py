@@ -371,7 +371,8 @@ def _pack_gate(trainer: Any, config: PadMinConfig) -> PackGate | None:
     if why is not None:
         return None
     model = accelerator.unwrap_model(trainer.model)
-    return gate_of({"model": model}, config, trainer.compute_loss_context_manager)
+    told = trainer._padmin_say if config.layout == "auto" else None
+    return gate_of({"model": model}, config, trainer.compute_loss_context_manager, told)
 
 
 def _check_signatures(kind: type) -> None:

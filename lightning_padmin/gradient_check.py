@@ -331,9 +331,10 @@ class _Check:
         if status is _Status.EXACT:
             return f"{way} gradients of {n} rows are the un-split ones (relative difference {value:.1e})"
         if status is _Status.ROLLED:
+            lost = "labels on first tokens of left-padded rows are gone, or " if self._table.lost_targets else ""
             return (
-                f"rolling left padding changes gradients (relative difference {value:.2g}): this model reads padding, "
-                "or counts positions by column. Rolled, each row is trained as it is without padding"
+                f"rolling left padding changes gradients (relative difference {value:.2g}): {lost}this model reads "
+                "padding, or counts positions by column. Rolled, each row is trained as it is without padding"
             )
         if status is _Status.RANDOM:
             return (

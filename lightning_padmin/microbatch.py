@@ -83,7 +83,7 @@ class MicroBatcher:
         may_pack: bool = True,
         packs_inside: bool = False,
     ) -> None:
-        self.may_pack, self._packs_inside = may_pack, packs_inside
+        self.may_pack, self._packs_inside, self._is_packable = may_pack, packs_inside, False
         self.config, self.encoder_decoder = as_config(config), encoder_decoder
         if gate is None and self.config.layout == "pack":
             raise ConfigError(
@@ -161,8 +161,7 @@ class MicroBatcher:
         try:
             batch = make()
             local = batch, *self.read(batch)
-            if self._gate_opens(*local[1:]) and self._packs_inside:
-                refuse_holes(*local[1:])
+            self._is_packable = self._may_be_packed(*local)
         except Exception as caught:
             error = caught
         raise_together(error, self._exchange([_code(error)])[:, 0])
@@ -259,10 +258,25 @@ class MicroBatcher:
             riders=table.weight == 0,
         )
 
+    def _may_be_packed(self, batch: Any, schema: Schema, table: RowTable) -> bool:
+        """Whether this batch can be packed; raises where it must be."""
+        if not self._gate_opens(schema, table):
+            return False
+        try:
+            if self._packs_inside:
+                refuse_holes(schema, table)
+            else:
+                refuse_unpackable(batch, schema, table)
+        except BatchError:
+            if self.config.layout == "pack":
+                raise
+            return False
+        return True
+
     @property
     def pack_style(self) -> PackStyle | None:
-        """What packs have, once it is decided that rows are packed."""
-        return self._gate.style if self._gate is not None and self._gate.verdict else None
+        """What packs of the batch that was read last have; None where it is padded."""
+        return self._gate.style if self._gate is not None and self._gate.verdict and self._is_packable else None
 
     @property
     def _launch_cost(self) -> int:
@@ -339,7 +353,7 @@ class MicroBatcher:
     ) -> list[SlotMap]:
         """The index map of each group, dummies included."""
         if plan.is_packed:
-            return [pack_layout(table, rows, self.pack_style) for rows in groups]
+            return [pack_layout(table, rows, self._gate.style if self._gate is not None else None) for rows in groups]
         multiple = self.config.pad_to_multiple_of
         if plan.shapes is None:
             return [pad_layout(table, rows, multiple, limits) for rows in groups]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.errors import ConfigError
+from lightning_padmin.errors import ConfigError, PadMinWarning
 from lightning_padmin.guards import ArchitectureError, has_experts
 from lightning_padmin.isolation import untouched, without_dropout
 from lightning_padmin.loading import vocabulary_of
@@ -35,7 +36,7 @@ from lightning_padmin.sketch import Sketches, combine, difference, largest, sket
 
 _logger = logging.getLogger(__name__)
 _ALONE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.02}
-_ROUTED = 0.1  # in half precision, where rounding sends tokens to other experts
+_ROUTED = 0.02
 _ROUNDING, _ROUNDING_OF_GRADIENTS = 16, 64  # in units of the dtype's spacing at 1
 _MOST_ALONE = 8  # documents that are compared with themselves alone
 _MOST_LOGITS = 2**26  # above this hidden states are compared, which logits are made of token by token
@@ -109,11 +110,21 @@ def measure_leak(model: nn.Module, lengths: Sequence[int], style: PackStyle, aro
         first = next(iter(str(error).splitlines()), "")
         nan = float("nan")
         return Leak(nan, nan, nan, nan, (0.0,) * 4, tuple(lengths), f"{type(error).__name__}: {first}")
-    spacing = torch.finfo(dtype).eps
-    alone = _ROUTED if spacing > 1e-4 and has_experts(model) else _ALONE[dtype]
-    limits = (_ROUNDING * spacing, _ROUNDING_OF_GRADIENTS * spacing, alone, max(alone, 16 * spacing))
+    limits = _limits(dtype, has_experts(model))
     (outputs, gradients), (outputs_alone, gradients_alone) = values
     return Leak(outputs, gradients, outputs_alone, gradients_alone, limits, tuple(lengths))
+
+
+def _limits(dtype: torch.dtype, routed: bool) -> tuple[float, float, float, float]:
+    """Of a `Leak`. Where shapes are the same only kernels that are not deterministic differ, and experts.
+
+    Experts get other numbers of tokens when other documents change, which rounds otherwise; in half precision that
+    sends tokens elsewhere.
+    """
+    spacing = torch.finfo(dtype).eps
+    if spacing < 1e-4:
+        return _ROUNDING * spacing, _ROUNDING_OF_GRADIENTS * spacing, _ALONE[dtype], _ALONE[dtype]
+    return (_ROUTED, 4 * _ROUTED, 4 * _ROUTED, 0.12) if routed else (1e-4, 2 * spacing, _ALONE[dtype], 0.12)
 
 
 class _Passes:
@@ -361,7 +372,12 @@ def gate_of(
     """The gate of these models; None where the options do not ask for packing."""
     if config.layout == "pad":
         return None
-    return PackGate(models, config, around=around, say=say or _logger.info, wants_gradients=wants_gradients)
+    told = say or (_warn if config.layout == "auto" else _logger.info)
+    return PackGate(models, config, around=around, say=told, wants_gradients=wants_gradients)
+
+
+def _warn(words: str) -> None:
+    warnings.warn(words, PadMinWarning, stacklevel=8)
 
 
 def refuse_unproven(config: PadMinConfig, where: str) -> None:

@@ -400,6 +400,12 @@ def test_in_half_precision_a_model_that_counts_columns_does_not_pass() -> None:
         gate(Counts().bfloat16())[0](LENGTHS)
 
 
+def test_small_leaks_show_in_half_precision_too() -> None:
+    assert gate(Mixer().bfloat16())[0](LENGTHS)
+    with pytest.raises(ArchitectureError, match="change each other"):
+        gate(Mixer(0.02).bfloat16())[0](LENGTHS)
+
+
 def test_a_batch_that_cannot_be_packed_is_padded_with_auto() -> None:
     mask = torch.tensor([[1, 0, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]])
     config = PadMinConfig(layout="auto", labels_key=None, loss_mask_key="attention_mask", static_keys=["labels"])

@@ -15,7 +15,7 @@ from support import LENGTHS, Module, fit, padmin, ragged_batches, relative, toke
 from torch import Tensor, nn
 from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from lightning_padmin.errors import ConfigError, GradientCheckError
+from lightning_padmin.errors import BatchError, ConfigError, GradientCheckError
 from lightning_padmin.guards import ArchitectureError
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.pack_layout import PackMap
@@ -264,6 +264,15 @@ def test_auto_packs_what_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     fit(ours, ragged_batches(2), callback)
     assert worst(ours, stock) <= EXACT
     assert callback.stats.waste == 0
+
+
+def test_holes_in_a_mask_are_named_before_anything_is_compared() -> None:
+    batches = ragged_batches(1)
+    row = int(batches[0]["attention_mask"].sum(1).argmax())
+    batches[0]["attention_mask"][row, 3] = 0
+    batches[0]["labels"][row, 3] = -100
+    with pytest.raises(BatchError, match=r"layout='pack': 'attention_mask' has holes inside of 1 rows"):
+        fit(StepLoss(), batches, padmin(layout="pack"))
 
 
 def test_a_step_that_needs_the_mask_is_told_of_packs() -> None:
