@@ -20,7 +20,7 @@ ledger, memory, parts, runs, turns = (
     importlib.import_module(f"_frameworks.{name}") for name in ("ledger", "memory", "parts", "runs", "turns")
 )
 
-TINY = ["--hidden", "32", "--layers", "1", "--repeats", "1", "--rows", "8", "--scale", "16", "--budget", "128"]
+TINY = "--hidden 32 --layers 1 --repeats 1 --steps 2 --rows 8 --scale 16 --budget 128".split()
 NAMES = ["lightning", "trl", "accelerate"]
 
 
