@@ -20,7 +20,8 @@ ledger, memory, parts, runs, turns = (
     importlib.import_module(f"_frameworks.{name}") for name in ("ledger", "memory", "parts", "runs", "turns")
 )
 
-TINY = "--hidden 32 --layers 1 --repeats 1 --steps 2 --rows 8 --scale 16 --budget 128".split()
+SIZES = {"hidden": 32, "layers": 1, "repeats": 1, "steps": 2, "rows": 8, "scale": 16, "budget": 128}
+TINY = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
 NAMES = ["lightning", "trl", "accelerate"]
 
 
