@@ -179,6 +179,7 @@ def test_metrics_are_the_same_on_both_ranks_and_equal_a_hand_count(
     assert [rank["stats"]["dummies"] for rank in ranks] == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_group_counts_its_batch_once(ranks_of: Callable[[str], Ranks]) -> None:
     first, second = (rank["same_batch_on_both"] for rank in ranks_of("tensor_parallel"))
     assert first == second

@@ -38,6 +38,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_all_frameworks_train_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, facts = run(tmp_path)
     assert code == 0

@@ -286,6 +286,7 @@ class Sized(pl.LightningDataModule):
         return torch.utils.data.DataLoader(support.Batches(rows), batch_size=self.batch_size)
 
 
+@pytest.mark.slow
 def test_the_batch_size_finder(tmp_path: Path) -> None:
     sizes = []
     for extra in ([padmin()], []):

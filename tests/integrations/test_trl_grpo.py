@@ -138,7 +138,7 @@ def opt() -> torch.nn.Module:
 
 
 @pytest.mark.skipif(cases.RELEASE < (1, 4), reason="its log-prob function returns two values, this test's own three")
-@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+@pytest.mark.parametrize("loss", ["grpo", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_in_float64_only_rounding_is_left(loss: str) -> None:
     chosen = options(loss, 0.2, 2)
     stock, ours = cases.trainers(cases.GRPOTrainer, InFloat64)
