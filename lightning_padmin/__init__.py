@@ -24,7 +24,8 @@ from lightning_padmin.microbatch import (
     sync_on_last,
 )
 from lightning_padmin.padded_forward import PaddedForward
-from lightning_padmin.planner import Plan, plan_micro_batches
+from lightning_padmin.plan import Plan
+from lightning_padmin.planner import plan_micro_batches
 from lightning_padmin.sampler import LengthBucketBatchSampler
 from lightning_padmin.schema import Field
 from lightning_padmin.stats import PaddingStats

@@ -24,7 +24,8 @@ from lightning_padmin.launch_meter import UNTIL_THEN, LaunchMeter
 from lightning_padmin.layout import SlotMap, pad_layout
 from lightning_padmin.pack_layout import PackStyle, pack_layout, refuse_holes, refuse_unpackable
 from lightning_padmin.packing import PackGate
-from lightning_padmin.planner import Plan, plan_packs, plan_quietly
+from lightning_padmin.plan import Plan
+from lightning_padmin.planner import plan_packs, plan_quietly
 from lightning_padmin.pool import pool
 from lightning_padmin.rows import RowTable, measure
 from lightning_padmin.schema import infer_schema

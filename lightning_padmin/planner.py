@@ -18,18 +18,25 @@ Pure functions of integers, numpy only. Shapes: B rows, A axes (2 for encoder-de
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_padmin.errors import PadMinWarning, PlanError
 from lightning_padmin.pack_planner import first_fit_decreasing
+from lightning_padmin.plan import Plan, longest_first, with_packs
+from lightning_padmin.plan_inputs import (
+    MOST,
+    as_lengths,
+    as_riders,
+    as_slot_cost,
+    check_integer,
+    rounded_lengths,
+    slots_of_all,
+)
 from lightning_padmin.search import (
     Bools,
     Ints,
@@ -39,114 +46,9 @@ from lightning_padmin.search import (
     greedy_sizes,
     optimal_sizes,
     orders_of,
-    round_up,
-    sorted_rows,
     split_order,
 )
 from lightning_padmin.shape_set import ShapeSet, shaped_sizes
-
-_MOST_SQUARED = 2**31  # longest row and multiple together, where they are squared
-_MOST = 2**50  # of one length or option, so that one rounded length stays far inside int64
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """An assignment of every row to exactly one micro-batch, longest micro-batch first.
-
-    Attributes:
-        groups: K int64 arrays of row indices, longest row first, ties by row index.
-        widths: (K, A) int64, rounded width of each group and axis, in positions.
-        lengths: (B, A) int64, what was planned, in tokens.
-        over_budget: int64 indices of the rows whose own rounded slots exceed the budget.
-        rounded: (B, A) int64, lengths after rounding, in positions.
-        riders: (B,) bool, rows that may not make up a group by themselves; all False where that rule is off.
-        token_budget: most slots of one group.
-        launch_cost: what one more group costs, in slots.
-        notice: what exceeds the limits, in words; empty if nothing does.
-        slot_cost: what the width of a row costs.
-        shapes: the shapes that groups have, if they are bounded.
-        is_packed: each group is one row of whole documents; its width is the sum of their lengths.
-    """
-
-    groups: tuple[Ints, ...]
-    widths: Ints
-    lengths: Ints
-    over_budget: Ints
-    rounded: Ints = field(repr=False)
-    riders: Bools = field(repr=False)
-    token_budget: int
-    launch_cost: int
-    notice: str = field(default="", repr=False)
-    slot_cost: SlotCost = field(default=SlotCost())
-    shapes: ShapeSet | None = field(default=None, repr=False)
-    is_packed: bool = False
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    @property
-    def slots_per_group(self) -> Ints:
-        """(K,) int64: rows x width, summed over axes."""
-        return self._areas(self.widths)
-
-    @property
-    def slots(self) -> int:
-        """Slots of all groups together."""
-        return int(self.slots_per_group.sum())
-
-    @property
-    def real_tokens(self) -> int:
-        """Sum of all lengths, in tokens."""
-        return int(self.lengths.sum())
-
-    @property
-    def waste(self) -> float:
-        """Padding fraction, 1 - real_tokens / slots; 0.0 for an empty plan."""
-        return 1.0 - self.real_tokens / self.slots if self.groups else 0.0
-
-    @property
-    def cost(self) -> int:
-        """What the planner minimises, in slots: rows x cost width over all groups + launch_cost * K.
-
-        The cost width is that of `slot_cost`, summed over axes; it may pass the batch's width.
-        """
-        areas = self._areas(self.slot_cost.of(self.widths))
-        return int(areas.sum()) + self.launch_cost * len(self)
-
-    def _areas(self, widths: Ints) -> Ints:
-        """(K,) int64: rows x width of each group, for (K, A) widths."""
-        counts = 1 if self.is_packed else np.array([len(rows) for rows in self.groups], np.int64)
-        areas: Ints = counts * widths.sum(axis=1)
-        return areas
-
-    def at_least(self, k: int) -> Plan:
-        """Cuts groups until there are `k`, each time by that one cut of all which saves most cost, then most slots.
-
-        Args:
-            k: wanted number of micro-batches.
-
-        Returns:
-            This plan if it has `k` groups or more; else a finer one. It still has fewer than `k` groups where
-            nothing is left to cut: single rows, and groups with only one row that is no rider.
-
-        Raises:
-            PlanError: `k` is not an integer of at least 1.
-        """
-        _check_integer("k", k)
-        if len(self) >= k or not self.groups:
-            return self
-        serial = itertools.count()  # among equal savings the piece made first is cut first
-        heap = [_best_cut(rows, next(serial), self) for rows in self.groups]
-        heapq.heapify(heap)
-        while len(heap) < k and heap[0].position:
-            best = heapq.heappop(heap)
-            for piece in (best.rows[: best.position], best.rows[best.position :]):
-                heapq.heappush(heap, _best_cut(piece, next(serial), self))
-        pieces = [cut.rows for cut in heap]
-        if self.is_packed:
-            return _with_packs(self, pieces)
-        groups, widths = _longest_first(pieces, self.lengths, self.rounded, self.shapes)
-        return replace(self, groups=groups, widths=widths)
 
 
 def plan_micro_batches(
@@ -239,17 +141,17 @@ def plan_quietly(
     """
     if method not in ("optimal", "greedy"):
         raise PlanError(f"method={method!r} is unknown; use 'optimal' or 'greedy'")
-    _check_integer("min_micro_batches", min_micro_batches)
-    _check_integer("pad_to_multiple_of", pad_to_multiple_of, most=_MOST)
-    _check_integer("launch_cost", launch_cost, least=0, most=_MOST)
-    table = _as_lengths(lengths)
-    rounded = _round_up(table, pad_to_multiple_of, max_width)
-    slot_cost = _as_slot_cost(cost_multiple_of, attention_width, rounded)
-    riding = _as_riders(riders, len(table))
-    whole = _slots_of_all("lengths", rounded)
-    _slots_of_all("cost_multiple_of" if attention_width is None else "attention_width", slot_cost.of(rounded))
-    budget = whole if token_budget is None else _check_integer("token_budget", token_budget)
-    most_rows = len(table) if max_rows is None else _check_integer("max_rows", max_rows)
+    check_integer("min_micro_batches", min_micro_batches)
+    check_integer("pad_to_multiple_of", pad_to_multiple_of, most=MOST)
+    check_integer("launch_cost", launch_cost, least=0, most=MOST)
+    table = as_lengths(lengths)
+    rounded = rounded_lengths(table, pad_to_multiple_of, max_width)
+    slot_cost = as_slot_cost(cost_multiple_of, attention_width, rounded)
+    riding = as_riders(riders, len(table))
+    whole = slots_of_all("lengths", rounded)
+    slots_of_all("cost_multiple_of" if attention_width is None else "attention_width", slot_cost.of(rounded))
+    budget = whole if token_budget is None else check_integer("token_budget", token_budget)
+    most_rows = len(table) if max_rows is None else check_integer("max_rows", max_rows)
     # Greedy takes no notice of costs, not even between the orders that it tries for riders.
     searched = slot_cost if method == "optimal" else SlotCost()
     limits = Limits(min(budget, whole), min(most_rows, len(table)), int(launch_cost), searched)
@@ -263,7 +165,7 @@ def plan_quietly(
     if pieces is None:
         shapes = None
         pieces = arrange(table, rounded, ~riding, limits, optimal_sizes if method == "optimal" else greedy_sizes)
-    groups, widths = _longest_first(pieces, table, rounded, shapes)
+    groups, widths = longest_first(pieces, table, rounded, shapes)
     plan = replace(plan, groups=groups, widths=widths, shapes=shapes)
     notice = "; ".join(filter(None, [_over_limits(plan, limits), _beyond_shapes(plan, missed)]))
     return replace(plan, notice=notice).at_least(min_micro_batches)
@@ -316,54 +218,6 @@ def _with_carriers(pieces: list[Ints], rounded: Ints, carrier: Bools, shapes: Sh
     return parts if fits else None
 
 
-class _Cut(NamedTuple):
-    """A cut of one group of sorted rows. Ordered by what it loses: minus the cost saved, or 1 if there is none."""
-
-    loss: int
-    slots_lost: int
-    serial: int
-    position: int
-    rows: Ints
-
-
-def _best_cut(rows: Ints, serial: int, plan: Plan) -> _Cut:
-    """The cut of `rows` (n,) that saves most cost, then slots, of those that leave a non-rider on both sides."""
-    if plan.is_packed:
-        return _half_of_pack(rows, serial, plan)
-    carriers = np.cumsum(~plan.riders[rows])
-    allowed = (carriers[:-1] > 0) & (carriers[:-1] < carriers[-1])
-    if plan.shapes is not None:
-        allowed &= np.arange(1, len(rows)) * 2 == len(rows)  # halves of a shape are shapes
-    if not allowed.any():
-        return _Cut(1, 0, serial, 0, rows)
-    table = plan.rounded[rows]
-    slots = _cut_losses(table)
-    loss = slots
-    if not plan.slot_cost.is_plain:
-        loss = _cut_losses(plan.slot_cost.of(table))
-        allowed &= loss == loss[allowed].min()
-    best = int(np.where(allowed, slots, 1).argmin())
-    return _Cut(int(loss[best]), int(slots[best]), serial, best + 1, rows)
-
-
-def _half_of_pack(rows: Ints, serial: int, plan: Plan) -> _Cut:
-    """The cut nearest to the middle of a pack that leaves a non-rider on both sides; the longest pack is cut first."""
-    carriers = np.cumsum(~plan.riders[rows])
-    allowed = np.flatnonzero((carriers[:-1] > 0) & (carriers[:-1] < carriers[-1]))
-    tokens = np.cumsum(plan.rounded[rows, 0])
-    if not len(allowed):
-        return _Cut(1, 0, serial, 0, rows)
-    best = int(allowed[np.abs(2 * tokens[allowed] - tokens[-1]).argmin()])
-    return _Cut(0, -int(tokens[-1]), serial, best + 1, rows)
-
-
-def _with_packs(plan: Plan, packs: list[Ints]) -> Plan:
-    """The plan with these groups, those of most tokens first."""
-    tokens = np.array([plan.lengths[rows, 0].sum() for rows in packs], np.int64)
-    order = np.lexsort((np.arange(len(packs)), -tokens))
-    return replace(plan, groups=tuple(packs[k] for k in order), widths=tokens[order][:, None])
-
-
 def plan_packs(
     lengths: Any,
     token_budget: int | None = None,
@@ -394,129 +248,23 @@ def plan_packs(
         >>> [rows.tolist() for rows in plan.groups], plan.slots
         ([[2, 6], [0, 1, 7, 4, 3, 5]], 910)
     """
-    _check_integer("min_micro_batches", min_micro_batches)
-    _check_integer("launch_cost", launch_cost, least=0, most=_MOST)
-    table = _as_lengths(lengths)
+    check_integer("min_micro_batches", min_micro_batches)
+    check_integer("launch_cost", launch_cost, least=0, most=MOST)
+    table = as_lengths(lengths)
     if table.shape[1] > 1:
         raise PlanError("rows with two lengths, of an encoder-decoder, cannot be packed")
     total = int(table.sum())
     if total >= 2**62:
         raise PlanError(f"lengths sum to {total}, which is above 2**62; plan fewer rows")
-    budget = max(total, 1) if token_budget is None else _check_integer("token_budget", token_budget)
-    most = max(len(table), 1) if max_rows is None else _check_integer("max_rows", max_rows)
-    riding = _as_riders(riders, len(table))
+    budget = max(total, 1) if token_budget is None else check_integer("token_budget", token_budget)
+    most = max(len(table), 1) if max_rows is None else check_integer("max_rows", max_rows)
+    riding = as_riders(riders, len(table))
     alone = np.flatnonzero(table[:, 0] > budget)
     plan = Plan((), table[:0], table, alone, table, riding, budget, int(launch_cost), is_packed=True)
     if not len(table):
         return plan
-    plan = _with_packs(plan, first_fit_decreasing(table[:, 0], budget, most, riding))
+    plan = with_packs(plan, first_fit_decreasing(table[:, 0], budget, most, riding))
     return replace(plan, notice=_over_limits(plan, Limits(budget, most, plan.launch_cost))).at_least(min_micro_batches)
-
-
-def _cut_losses(table: Ints) -> Ints:
-    """(n - 1,) minus the slots that each cut of n rows (n, A) saves."""
-    before = np.maximum.accumulate(table).sum(axis=1)
-    after = np.maximum.accumulate(table[::-1])[::-1].sum(axis=1)
-    count = np.arange(1, len(table))
-    losses: Ints = count * before[:-1] + count[::-1] * after[1:] - len(table) * before[-1]
-    return losses
-
-
-def _longest_first(
-    pieces: list[Ints], lengths: Ints, rounded: Ints, shapes: ShapeSet | None = None
-) -> tuple[tuple[Ints, ...], Ints]:
-    """Groups and (K, A) widths in a plan's order: what does not fit in memory fails in the first micro-batch."""
-    order = sorted_rows(lengths, rounded)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    sizes = np.array([len(p) for p in pieces])
-    rows = np.concatenate(pieces)
-    rows = rows[np.lexsort((rank[rows], np.repeat(np.arange(len(pieces)), sizes)))]
-    starts = np.cumsum(sizes) - sizes
-    widths = np.maximum.reduceat(rounded[rows], starts, axis=0)
-    if shapes is not None:
-        widths = np.array([shapes.widths_of(n, width) for n, width in zip(sizes.tolist(), widths, strict=True)])
-    sequence = np.lexsort((rank[rows[starts]], -widths.sum(axis=1)))
-    groups = np.split(rows, starts[1:])
-    return tuple(groups[i] for i in sequence), widths[sequence]
-
-
-def _check_integer(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise PlanError(f"{name}={value!r} must be an integer, at least {least}")
-    if most is not None and value > most:
-        raise PlanError(f"{name}={value!r} is too large, use at most {most}")
-    return int(value)
-
-
-def _as_slot_cost(multiple: int, attention_width: int | None, rounded: Ints) -> SlotCost:
-    multiple = _check_integer("cost_multiple_of", multiple, most=_MOST)
-    if attention_width is None:
-        return SlotCost(multiple)
-    width = _check_integer("attention_width", attention_width, most=_MOST)
-    longest = int(rounded.max(initial=0))
-    if longest + multiple > _MOST_SQUARED:
-        raise PlanError(f"attention_width={attention_width}: the square of {longest} tokens is too large to plan with")
-    return SlotCost(multiple, width)
-
-
-def _slots_of_all(name: str, widths: Ints) -> int:
-    """Slots of all rows in one group, by (B, A) widths; refuses what would leave int64 no room."""
-    slots = len(widths) * int(widths.max(axis=0, initial=0).sum())
-    if slots >= 2**62:
-        raise PlanError(f"{name}: {len(widths)} rows x longest = {slots} slots is above 2**62; plan fewer rows")
-    return slots
-
-
-def _as_array(name: str, value: Any) -> NDArray[Any]:
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise PlanError(f"{name} is no array in host memory ({error}); pass a flat list or .cpu()") from error
-
-
-def _as_lengths(lengths: Any) -> Ints:
-    """(B, A) int64 from what the caller gave; refuses what would need a guess."""
-    table = _as_array("lengths", lengths)
-    shape = table.shape
-    table = table[:, None] if table.ndim == 1 else table
-    if table.ndim != 2 or table.shape[1] not in (1, 2):
-        raise PlanError(f"lengths has shape {shape}; pass (B,), or (B, 2) for encoder and decoder")
-    if not len(table):
-        return np.zeros(table.shape, np.int64)
-    if table.dtype.kind not in "iu":
-        odd = (table != np.floor(table)).any(axis=1) if table.dtype.kind == "f" else np.zeros(1)
-        bad = int(np.argmax(odd))
-        raise PlanError(f"lengths[{bad}]={table[bad].tolist()} is {table.dtype}; pass integers")
-    wrong = np.argwhere((table < 1) | (table > _MOST))
-    if len(wrong):
-        bad, axis = wrong[0].tolist()
-        raise PlanError(f"lengths[{bad}]={table[bad, axis]} is not in 1 ... 2**50; leave out rows without tokens")
-    return table.astype(np.int64)
-
-
-def _round_up(lengths: Ints, multiple: int, max_width: int | Sequence[int] | None) -> Ints:
-    """Lengths (B, A) rounded up to the multiple, but not past the width of the batch."""
-    rounded = round_up(lengths, multiple)
-    if max_width is None:
-        return rounded
-    given = np.ravel(np.array(max_width, dtype=object))
-    if len(given) not in (1, lengths.shape[1]):
-        raise PlanError(f"max_width={max_width!r} must be an integer, or {lengths.shape[1]}: one per axis")
-    caps = np.array([_check_integer("max_width", cap, most=_MOST) for cap in given], np.int64)
-    above = np.argwhere(lengths > caps)
-    if len(above):
-        bad, axis = above[0].tolist()
-        raise PlanError(f"lengths[{bad}]={lengths[bad, axis]} is above max_width={max_width!r}, the batch's width")
-    return np.minimum(rounded, caps)
-
-
-def _as_riders(riders: Any, count: int) -> Bools:
-    """(B,) bool; all False where the rule is off because no row, or every row, is a rider."""
-    given = np.zeros(count, np.bool_) if riders is None else _as_array("riders", riders)
-    if given.shape != (count,) or (count and given.dtype != np.bool_):
-        raise PlanError(f"riders has shape {given.shape} of {given.dtype}; pass one bool per row: ({count},)")
-    return given.astype(np.bool_) & (not given.all())
 
 
 def _beyond_shapes(plan: Plan, missed: bool) -> str:

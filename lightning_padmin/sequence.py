@@ -16,7 +16,7 @@ from lightning_padmin.errors import BatchError
 from lightning_padmin.fields import Axis, Schema
 from lightning_padmin.launch_meter import LaunchMeter
 from lightning_padmin.layout import SlotMap
-from lightning_padmin.planner import Plan
+from lightning_padmin.plan import Plan
 from lightning_padmin.rows import RowTable
 from lightning_padmin.stats import PaddingStats
 

@@ -27,7 +27,8 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from lightning_padmin import plan_micro_batches
-from lightning_padmin.planner import Plan, plan_quietly
+from lightning_padmin.plan import Plan
+from lightning_padmin.planner import plan_quietly
 from lightning_padmin.search import Limits
 from lightning_padmin.shape_set import choose_shapes
 

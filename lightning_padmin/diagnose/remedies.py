@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from lightning_padmin.diagnose.packing import packed_rows
 from lightning_padmin.diagnose.sampling import Sample, Setup
-from lightning_padmin.planner import Plan, plan_quietly
+from lightning_padmin.plan import Plan
+from lightning_padmin.planner import plan_quietly
 from lightning_padmin.search import round_up
 
 Ints: TypeAlias = NDArray[np.int64]

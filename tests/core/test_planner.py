@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from lightning_padmin import search
 from lightning_padmin.errors import PadMinWarning, PlanError
-from lightning_padmin.planner import Plan, plan_micro_batches
+from lightning_padmin.plan import Plan
+from lightning_padmin.planner import plan_micro_batches
 
 WORKED_EXAMPLE = [120, 90, 300, 40, 55, 30, 210, 65]
 

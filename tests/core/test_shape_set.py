@@ -17,7 +17,8 @@ from ranks import Ranks
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import ConfigError, PadMinWarning, PlanError
 from lightning_padmin.microbatch import MicroBatcher, iter_micro_batches
-from lightning_padmin.planner import Plan, plan_quietly
+from lightning_padmin.plan import Plan
+from lightning_padmin.planner import plan_quietly
 from lightning_padmin.search import Limits
 from lightning_padmin.shape_set import ShapeSet, choose_shapes
 
