@@ -247,6 +247,7 @@ def test_why_model_parallel_does_not_defer(ranks_of: Callable[[str], Ranks]) -> 
         assert rank["after_fabrics_own_context"]["still"] is False  # mended: see the test against a hand-made mean
 
 
+@pytest.mark.slow
 def test_both_processes_end_when_one_raises_in_a_micro_batch(tmp_path: Path) -> None:
     (code_0, _), (code_1, text_1) = processes.finish(
         processes.start(WORKER, tmp_path / "result.out", "ddp", "one_rank_fails"), timeout=150

@@ -43,7 +43,7 @@ def threads() -> Any:
 @pytest.mark.parametrize(
     ("arch", "mode"),
     [
-        ("lfm2", "auto"),
+        pytest.param("lfm2", "auto", marks=pytest.mark.slow),
         pytest.param("bamba", "replay", marks=pytest.mark.slow),
         pytest.param("lfm2", "joint", marks=pytest.mark.slow),
     ],
@@ -79,6 +79,7 @@ def few_words() -> PreTrainedTokenizerFast:
     return fast
 
 
+@pytest.mark.slow
 def test_sft_and_dpo(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """With a small vocabulary, since logits are what takes time in small models."""
     tokenizer = few_words()

@@ -44,7 +44,7 @@ def check_gradient(case: Case, found: MicroBatches) -> None:
     assert model.difference(split, truth) <= EXACT
 
 
-@amounts(2000)
+@amounts(1400)
 def test_a_batch_that_is_understood(amount: Amount, record_property: Record) -> None:
     def check(case: Case) -> Counter[str]:
         before, planner = reference.snapshot(case), batcher(case)
