@@ -10,6 +10,8 @@ the same number of steps. Where it is a mean over each batch, each batch is spli
 
 from __future__ import annotations
 
+import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,8 +24,6 @@ try:
     from transformers import Trainer
 except ImportError as error:
     raise ImportError("PadMinTrainerMixin needs transformers: pip install transformers accelerate") from error
-
-import inspect
 
 import numpy as np
 from accelerate.utils import DistributedType
@@ -59,6 +59,9 @@ _EXPECTED = {
     "compute_loss": ["self", "model", "inputs"],
     "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
 }
+
+
+_logger = logging.getLogger(__name__)
 
 
 class _Share(dict[str, Any]):
@@ -149,6 +152,11 @@ class PadMinTrainerMixin:
             self._padmin_pools = self._padmin_decide(batches, num_items)
         # Neither way to split is known to be right then, so this window runs as it came.
         self._padmin_as_stock = self._padmin_pools is None
+        if self._padmin_as_stock and self._padmin_checked == 1 and self.accelerator.is_main_process:  # type: ignore[attr-defined]
+            _logger.warning(
+                "PadMinTrainerMixin: the first window does not tell whether the loss is a sum over num_items_in_batch "
+                "(it has no two rows with loss, or no finite gradient), so windows run as they came until one tells"
+            )
         if not self._padmin_pools:
             return batches, num_items
         self._padmin_prove(batches, num_items, self._padmin_pooling)

@@ -83,7 +83,9 @@ class _Proxy:
     ) -> None:
         self._gate = gate
         self._model, self._original, self._on_call = model, model.forward, on_call
-        self._config, self._exchange = replace(config, labels_key=_LABELS), exchange
+        # Without a gate it is decided that rows are padded; a call must not make one of its own.
+        layout = "pad" if gate is None else config.layout
+        self._config, self._exchange = replace(config, labels_key=_LABELS, layout=layout), exchange
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._inside = False
 

@@ -256,6 +256,18 @@ def without_borders(arguments: Any) -> Any:
     return lambda self, device: {k: v for k, v in arguments(self, device).items() if k in ("position_ids", "use_cache")}
 
 
+def test_no_call_of_the_model_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the callback has decided that joint mode pads (sharded strategies), no leak test runs inside of a step."""
+    monkeypatch.setattr("lightning_padmin.packing.has_varlen_kernel", lambda model: True)
+    monkeypatch.setattr("lightning_padmin.integrations.lightning_callback._pack_gate", lambda *arguments: None)
+    monkeypatch.setattr("lightning_padmin.packing.measure_leak", lambda *arguments: pytest.fail("a leak test ran"))
+    stock, ours, callback = Coupled(), Coupled(), padmin(layout="auto", mode="joint")
+    fit(stock, ragged_batches(2))
+    fit(ours, ragged_batches(2), callback)
+    assert worst(ours, stock) <= EXACT
+    assert callback.stats.slots > callback.stats.real_tokens
+
+
 def test_auto_packs_what_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_padmin.packing.has_varlen_kernel", lambda model: True)
     monkeypatch.setattr("lightning_padmin.pack_layout.PackMap.arguments", without_borders(PackMap.arguments))

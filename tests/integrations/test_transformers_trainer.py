@@ -363,14 +363,23 @@ def sparse_labels(keep: Callable[[int], bool]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:a batch has no loss tokens")
-@pytest.mark.parametrize("keep", [lambda k: k % 4 == 0, lambda k: k >= 8])
-def test_until_a_batch_tells_what_the_loss_is_they_run_as_they_came(keep: Callable[[int], bool]) -> None:
+@pytest.mark.parametrize(
+    ("keep", "accumulate", "pools"),
+    [(lambda k: k % 4 == 0, 3, False), (lambda k: k >= 8, 3, False), (lambda k: k % 4 == 0, 1, None)],
+)
+def test_until_a_batch_tells_what_the_loss_is_they_run_as_they_came(
+    keep: Callable[[int], bool], accumulate: int, pools: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
     """T5 takes num_items_in_batch and returns a mean; of one row with a loss, mean and sum are the same."""
     config = PadMinConfig(token_budget=200, launch_cost=4, pad_token_id=PAD)
-    options = {"data": sparse_labels(keep), "trainer_options": {}, "train_sampling_strategy": "sequential"}
+    data, how = sparse_labels(keep), {"gradient_accumulation_steps": accumulate, "trainer_options": {}}
+    options = {"data": data, "train_sampling_strategy": "sequential", **how}
     stock, ours = train(Trainer, t5, **options), train(Ours, t5, config, **options)
     assert apart(ours, stock) <= 1e-5
     assert losses(ours) == pytest.approx(losses(stock), abs=1e-5)
+    assert ours.trainer._padmin_pools is pools
+    said = [each for each in caplog.messages if "windows run as they came until one tells" in each]
+    assert len(said) == (pools is None)
 
 
 def test_a_loss_that_draws_random_numbers_runs_as_it_came_and_is_told_of() -> None:
