@@ -340,6 +340,7 @@ class PadMinTrainerMixin:
             exchange=self._padmin_exchange,
             is_sharded=sharded,
             packs=packs,
+            holders=(self,),  # figures that compute_loss keeps in the Trainer are not those of the check
         )
 
     def _padmin_count(self, stats: PaddingStats) -> None:

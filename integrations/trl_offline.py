@@ -23,9 +23,9 @@ from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarni
 from lightning_padmin.guards import ArchitectureError, inspect_model, with_scan_chunk
 from lightning_padmin.integrations import trl_stock
 from lightning_padmin.integrations.trl_refusals import refuse_what_needs_many_batches
-from lightning_padmin.isolation import ModuleState, without_dropout
+from lightning_padmin.isolation import DATA_OF_TRAINERS, ModuleState, without_dropout
 from lightning_padmin.model_proxy import chunked
-from lightning_padmin.sketch import difference, scales, sizes, sketched_gradients
+from lightning_padmin.sketch import OnlyBackwardError, Sketches, difference, scales, sizes, sketched_gradients
 from lightning_padmin.stats import PaddingStats
 
 _SHARDED = ("FSDP", "DEEPSPEED")
@@ -91,21 +91,30 @@ class OfflineEngine:
         A loss that reads padding would be another one: padding slots of the backbone's outputs hold zeros.
         """
         trainer, module = self._trainer, self._trainer.accelerator.unwrap_model(self._trainer.model)
-        prepared, state = trainer._prepare_inputs(inputs), ModuleState(module)
+        prepared = trainer._prepare_inputs(inputs)
+        state = ModuleState(module, (trainer,), DATA_OF_TRAINERS)
+        by_backward = False
 
         def loss() -> Any:
             with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(module, dict(prepared), num_items_in_batch=num_items_in_batch)
 
         module.train()
-        sketches = []
+        sketches: list[Sketches] = []
         half = bool({p.dtype for p in module.parameters()} & {torch.float16, torch.bfloat16})
-        for within in (nullcontext(), chunked(backbones(trainer), self._config)):
-            with trl_stock.without_trace(trainer), without_dropout(module) as watch, within:
-                sketches.append(sketched_gradients(loss, module))
-            half = half or watch.saw_half
-            state.clear()
-        state.restore()
+        ways: list[Callable[[], Any]] = [nullcontext, lambda: chunked(backbones(trainer), self._config)]
+        try:
+            while len(sketches) < len(ways):
+                within = ways[len(sketches)]()
+                with state.watching(), trl_stock.without_trace(trainer), without_dropout(module) as watch, within:
+                    try:
+                        sketches.append(sketched_gradients(loss, module, by_backward=by_backward, again=False))
+                    except OnlyBackwardError:  # once more, when what this attempt wrote has been put back
+                        by_backward = True
+                half = half or watch.saw_half
+                state.clear()
+        finally:
+            state.restore()
         limit = 0.1 if half else 1e-3
         value, name = difference(sketches[1], sketches[0], scales(sizes(sketches[0]), limit))
         bits = int(np.float64(value).view(np.int64))

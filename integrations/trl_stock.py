@@ -8,9 +8,8 @@ metrics that a call of it appends.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from lightning_padmin.errors import ConfigError
+from lightning_padmin.isolation import DATA_OF_TRAINERS, AttributeState
 
 LOG_PROBS = "_get_per_token_logps_and_entropies"
 OLDEST = (0, 29)
@@ -34,8 +34,6 @@ _EXPECTED = {
     "compute_loss_context_manager": ["self"],
 }
 POSITIONS = ("token_type_ids", "mm_token_type_ids")
-_CONTAINERS = (list, dict, set, deque, defaultdict)
-_MOST_ITEMS = 10_000
 
 
 def stock_class(kind: type) -> type | None:
@@ -136,22 +134,15 @@ def replaced(trainer: Any, **methods: Any) -> Iterator[None]:
 
 @contextmanager
 def without_trace(trainer: Any) -> Iterator[None]:
-    """Calls of the stock loss inside leave no metric and no attribute, and run no collective."""
-    before = dict(vars(trainer))
-    copies = {name: copy.copy(value) for name, value in before.items() if _may_grow(value)}
-    vars(trainer).update(copies)
-    trainer.accelerator = _Alone(before["accelerator"])
+    """Calls of the stock loss inside leave no metric and no attribute, however deep, and run no collective."""
+    state = AttributeState(trainer, DATA_OF_TRAINERS)
+    trainer.accelerator = _Alone(trainer.accelerator)
     trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     try:
-        yield
+        with state.watching():
+            yield
     finally:
-        vars(trainer).clear()
-        vars(trainer).update(before)
-
-
-def _may_grow(value: Any) -> bool:
-    """Whether a loss may write into it; what is larger is data, and copies of that take time."""
-    return type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS
+        state.restore()
 
 
 @contextmanager

@@ -103,6 +103,7 @@ def check_gradients(
     more_than_told: bool = False,
     is_sharded: bool = False,
     packs: PackStyle | None = None,
+    holders: Sequence[object] = (),
 ) -> Outcome | None:
     """Compares gradients of a few rows, split and as they came; on all ranks or on none.
 
@@ -119,6 +120,7 @@ def check_gradients(
         joint: a context in which `loss_fn` runs the model in chunks; then that is compared, not the split.
         is_sharded: whether parameters are sharded over ranks (FSDP), so that passes are collective.
         packs: what packs have, where rows are packed and not padded.
+        holders: objects that `loss_fn` may write into besides, a Trainer's subclass say. They are left as they were.
         more_than_told: run only if these rows tell a token mean from a row mean, since earlier ones did not.
 
     Returns:
@@ -134,7 +136,7 @@ def check_gradients(
     probe = _agreed_probe(batch, schema, table, config, exchange, limit, joint is not None, more_than_told, packs)
     if probe is None:
         return None
-    arguments = (loss_fn, batch, schema, module, probe, joint)
+    arguments = (loss_fn, batch, schema, module, probe, joint, holders)
     passes = ShardedPasses(*arguments, exchange=exchange) if is_sharded else LocalPasses(*arguments)
     try:
         check = _Check(passes, batch, schema, table, config, module, probe, exchange, limit, joint is not None)

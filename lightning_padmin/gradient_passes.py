@@ -13,17 +13,27 @@ from torch import Tensor, nn
 
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.fields import Schema
-from lightning_padmin.isolation import ModuleState, random_states, same_random_states, without_dropout
+from lightning_padmin.isolation import DATA_OF_TRAINERS, ModuleState, random_states, same_random_states, without_dropout
 from lightning_padmin.layout import SlotMap
 from lightning_padmin.probe import Probe
-from lightning_padmin.sketch import Sketches, combine, difference, scales, sizes, sketch, sketched_gradients
+from lightning_padmin.sketch import (
+    OnlyBackwardError,
+    Sketches,
+    combine,
+    difference,
+    no_gradient,
+    scales,
+    sizes,
+    sketch,
+    sketched_gradients,
+)
 
 LossFunction = Callable[[Any], Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Passes(ABC):
-    """Gradients of the rows of a probe, as sketches. Every pass finds the module in the same state.
+    """Gradients of the rows of a probe, as sketches. Every pass finds the module and the holders in the same state.
 
     Attributes:
         drew: whether a pass has drawn random numbers.
@@ -32,11 +42,18 @@ class Passes(ABC):
     """
 
     def __init__(
-        self, loss_fn: LossFunction, batch: Any, schema: Schema, module: nn.Module, probe: Probe, joint: Context | None
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        schema: Schema,
+        module: nn.Module,
+        probe: Probe,
+        joint: Context | None,
+        holders: Sequence[object] = (),
     ) -> None:
         self._loss_fn, self._batch, self._schema = loss_fn, batch, schema
-        self._module, self._probe, self._joint = module, probe, joint
-        self.drew = self.saw_half = False
+        self._module, self._probe, self._joint, self._holders = module, probe, joint, holders
+        self.drew = self.saw_half = self._by_backward = False
         self.parts: list[Sketches] | None = None
         self._state: ModuleState | None = None
 
@@ -74,15 +91,20 @@ class Passes(ABC):
     ) -> Sketches:
         batches = [self._taken(slots) for slots in slot_maps]
         if self._state is None:
-            self._state = ModuleState(self._module)
-        with self._watched(), within():
-            return self._gradients(batches, weights)
+            self._state = ModuleState(self._module, self._holders, DATA_OF_TRAINERS)
+        try:
+            with self._watched(), within():
+                return self._gradients(batches, weights)
+        except OnlyBackwardError:  # what the attempt wrote has been put back
+            self._by_backward = True
+            with self._watched(), within():
+                return self._gradients(batches, weights)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         assert self._state is not None
         try:
-            with without_dropout(self._module) as watch, torch.compiler.set_stance("force_eager"):
+            with without_dropout(self._module) as watch, self._state.watching():
                 before = random_states()
                 yield
             self.drew = self.drew or not same_random_states(before, random_states())
@@ -115,7 +137,9 @@ class LocalPasses(Passes):
 
     def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
         (batch,) = batches
-        return sketched_gradients(lambda: self._loss_fn(batch), self._module)
+        return sketched_gradients(
+            lambda: self._loss_fn(batch), self._module, by_backward=self._by_backward, again=False
+        )
 
 
 class ShardedPasses(Passes):
@@ -159,11 +183,13 @@ class ShardedPasses(Passes):
         for batch, weight in zip(batches, weights, strict=True):
             torch.autograd.backward(self._loss_fn(batch) * weight)
         named = [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
-        return {name: sketch(_local(p), index) for index, (name, p) in enumerate(named)}
+        return {
+            name: no_gradient(_local(p)) if p.grad is None else sketch(_local(p.grad), index)
+            for index, (name, p) in enumerate(named)
+        }
 
 
-def _local(parameter: nn.Parameter) -> Tensor:
-    """This rank's shard of the gradient, zeros where there is none."""
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local

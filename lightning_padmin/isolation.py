@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-# Attributes that every module has; parameters and buffers are kept apart, hooks and children are not state.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-# Subclasses of these may refuse to be emptied and filled again, or do more than that.
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_MOST_ITEMS = 100_000  # of all containers together; what is larger is data, not what a training step writes into
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+from lightning_padmin.keeper import Keeper
+from lightning_padmin.writes import Writes
+
+# Attributes that trainers keep data in.
+DATA_OF_TRAINERS = ("train_dataset", "eval_dataset", "_buffered_inputs", "train_dataloader", "eval_dataloader")
 _HALF = (torch.float16, torch.bfloat16)
 _STOCK_ATTENTION: Any = F.scaled_dot_product_attention
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -92,43 +89,89 @@ def untouched(module: nn.Module) -> Iterator[None]:
     """What `ModuleState` keeps is put back afterwards, whatever happens."""
     state = ModuleState(module)
     try:
-        yield
+        with state.watching():
+            yield
     finally:
         state.restore()
 
 
 class ModuleState:
-    """What a training step may write into, as it is now: gradients, buffers, attributes, random state.
+    """What a training step may write into, as it is now: gradients, weights, buffers, hooks, attributes, random state.
 
-    Kept are gradients, which are taken away until `restore`; buffers and frozen parameters; attributes of the module
-    and its children, and what is inside of tensors, arrays, generators and plain containers among them, however deep,
-    up to some 100,000 items. Not kept is what is inside of other objects, nor anything outside of the module.
+    Gradients are taken away until `restore`. Attributes are kept with what is inside of them, see `keeper`, however
+    deep, up to some 100,000 items. Memory is copied when it is written into inside of `watching`, and small buffers at
+    once, see `writes`. Not kept is what neither the module nor a holder leads to.
+
+    Args:
+        module: the module.
+        holders: objects whose attributes the step may write into besides: the trainer that it is a method of.
+        skip: attributes of holders that hold data, which is not looked through.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._gradients = [(p, p.grad) for p in module.parameters()]
-        for p, _ in self._gradients:
-            p.grad = None  # what is accumulated meanwhile must not go into these
+    def __init__(self, module: nn.Module, holders: Collection[object] = (), skip: Collection[str] = ()) -> None:
+        self._writes = Writes()
+        keeper = Keeper(self._writes, module, holders, skip=skip)
+        self._undo = keeper.undo
+        self._writes.settle()
         self._random = random_states()
-        keeper = _Keeper()
-        self._undo = [keeper.tensor(p.data) for p in module.parameters() if not p.requires_grad]
-        for child in module.modules():
-            self._undo += [keeper.buffers(child), keeper.attributes(child)]
+        self._gradients = [(p, p.grad) for p in keeper.leaves]
+        self._drop_gradients()  # what is accumulated meanwhile must not go into these
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Passes run inside; what they write into is copied before."""
+        return self._writes.watching()
+
+    @property
+    def copied(self) -> int:
+        """Bytes of memory that copies take."""
+        return self._writes.copied
 
     def restore(self) -> None:
         """Puts everything back; may be called again."""
-        _set_random_states(self._random)
+        self.clear()
         for p, gradient in self._gradients:
             p.grad = gradient
-        with torch.no_grad():
-            for undo in self._undo:
-                undo()
 
     def clear(self) -> None:
         """Puts everything back but the gradients, which stay away for the next pass."""
-        self.restore()
+        _set_random_states(self._random)
+        self._drop_gradients()
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+            self._writes.restore()
+
+    def _drop_gradients(self) -> None:
         for p, _ in self._gradients:
             p.grad = None
+
+
+class AttributeState:
+    """What is in the attributes of an object and was not made by a framework, as it is now; see `keeper`.
+
+    Models among them are left alone, and so are random generators of the process.
+
+    Args:
+        holder: the object.
+        skip: names of attributes that hold data.
+        most_items: of all containers together; what is larger is left alone.
+    """
+
+    def __init__(self, holder: object, skip: Collection[str] = (), most_items: int = 10_000) -> None:
+        self._writes = Writes()
+        self._undo = Keeper(self._writes, None, [holder], skip=skip, most_items=most_items, with_models=False).undo
+        self._writes.settle()
+
+    def watching(self) -> AbstractContextManager[None]:
+        """See `ModuleState.watching`."""
+        return self._writes.watching()
+
+    def restore(self) -> None:
+        """Puts everything back; may be called again."""
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+            self._writes.restore()
 
 
 def random_states() -> dict[str, Any]:
@@ -159,112 +202,3 @@ def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     for kind in states.keys() - {"python", "numpy", "cpu"}:
         getattr(torch, kind).set_rng_state(states[kind])
-
-
-class _Keeper:
-    """Makes functions that put things back as they are now."""
-
-    def __init__(self) -> None:
-        self._left = _MOST_ITEMS
-        self._seen: set[int] = set()
-
-    def buffers(self, module: nn.Module) -> Callable[[], None]:
-        buffers = dict(module._buffers)  # some models register new ones in their forward pass
-        inner = [self.tensor(buffer) for buffer in buffers.values() if buffer is not None]
-
-        def undo() -> None:
-            if not _identical(module._buffers, buffers):
-                module._buffers.clear()
-                module._buffers.update(buffers)
-            for each in inner:
-                each()
-
-        return undo
-
-    def attributes(self, module: nn.Module) -> Callable[[], None]:
-        kept = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-        inner = [each for value in kept.values() if (each := self.value(value)) is not None]
-
-        def undo() -> None:
-            attributes = vars(module)
-            for name in [each for each in attributes if each not in kept and each not in _OF_EVERY_MODULE]:
-                del attributes[name]
-            for each in inner:
-                each()
-            attributes.update(kept)
-
-        return undo
-
-    def value(self, value: Any) -> Callable[[], None] | None:
-        if isinstance(value, _SCALARS) or id(value) in self._seen:
-            return None
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            return self.tensor(value)
-        if isinstance(value, np.ndarray):
-            return _array(value)
-        if isinstance(value, torch.Generator):
-            return _with(value.set_state, value.get_state())
-        if isinstance(value, np.random.Generator):
-            return _with(lambda state: setattr(value.bit_generator, "state", state), value.bit_generator.state)
-        if isinstance(value, random.Random):
-            return _with(value.setstate, value.getstate())
-        return self._container(value) if type(value) in _CONTAINERS and len(value) <= self._left else None
-
-    def tensor(self, tensor: Tensor) -> Callable[[], None]:
-        is_weight = not tensor.is_floating_point() and tensor.numel() > 2**20  # quantized: large, and not written into
-        if tensor.is_inference() or is_weight:
-            return lambda: None
-        copy = tensor.detach().clone()
-
-        def undo() -> None:
-            if not _equal(tensor, copy):
-                tensor.detach().copy_(copy)
-
-        return undo
-
-    def _container(self, value: Any) -> Callable[[], None]:
-        self._seen.add(id(value))
-        self._left -= len(value)
-        is_map = isinstance(value, dict)
-        items: Any = dict(value) if is_map else list(value)
-        inner = [each for item in (items.values() if is_map else items) if (each := self.value(item)) is not None]
-
-        def undo() -> None:
-            if not _identical(value, items):
-                value.clear()
-                getattr(value, "extend" if isinstance(value, list | deque) else "update")(items)
-            for each in inner:
-                each()
-
-        return undo
-
-
-def _identical(found: Any, kept: Any) -> bool:
-    """Whether a container holds the very objects that it held."""
-    if len(found) != len(kept) or isinstance(found, set):
-        return isinstance(found, set) and found == set(kept)
-    if isinstance(found, dict):
-        return all(a is b for a, b in zip(found, kept, strict=True)) and all(found[key] is kept[key] for key in kept)
-    return all(a is b for a, b in zip(found, kept, strict=True))
-
-
-def _equal(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and bool(torch.equal(first.detach(), second))
-
-
-def _array(array: np.ndarray) -> Callable[[], None]:
-    copy = array.copy()
-
-    def undo() -> None:
-        if array.flags.writeable:
-            array[...] = copy
-
-    return undo
-
-
-def _with(setter: Callable[[Any], Any], state: Any) -> Callable[[], None]:
-    def undo() -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # a generator that has been closed meanwhile
-            setter(state)
-
-    return undo

@@ -9,7 +9,8 @@ of their number, so buckets are of the size of entries. Parameters of at most m 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,17 +46,33 @@ def _signs(count: int, generator: torch.Generator, like: Tensor) -> Tensor:
     return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(like.device, torch.float32)
 
 
-def sketched_gradients(loss: Callable[[], Tensor], module: nn.Module) -> Sketches:
+class OnlyBackwardError(RuntimeError):
+    """The gradient of a loss can be had by `backward` alone, and its graph is used up."""
+
+
+def sketched_gradients(
+    loss: Callable[[], Tensor], module: nn.Module, *, by_backward: bool = False, again: bool = True
+) -> Sketches:
     """Sketch of the gradient of each trained parameter, by name; zeros where the loss does not reach it.
 
-    `.grad` is not touched and no accumulation hook runs (so a DistributedDataParallel around the module does not take
-    notice), but for models with re-entrant checkpointing, which only know `backward`.
+    `.grad` is as it was afterwards, and no accumulation hook runs (so a DistributedDataParallel around the module does
+    not take notice), but for models with re-entrant checkpointing, which only know `backward`. There a parameter's
+    gradient comes in parts, one for each checkpointed call and one for what runs outside.
+
+    Args:
+        loss: gives the loss.
+        module: its parameters.
+        by_backward: do not try without.
+        again: whether `loss` may be called a second time if it turns out late that only `backward` will do.
+
+    Raises:
+        OnlyBackwardError: a second call would be needed; put back what the first one wrote, and set `by_backward`.
     """
     found: Sketches = {}
 
     def hook(name: str, index: int) -> Callable[[Tensor], Tensor | None]:
         def take(gradient: Tensor) -> Tensor | None:
-            found[name] = sketch(gradient, index)
+            _add(found, name, sketch(gradient, index))
             # What autograd goes on with takes no memory.
             return None if gradient.is_sparse else gradient.new_zeros(()).expand(gradient.shape)
 
@@ -67,39 +84,82 @@ def sketched_gradients(loss: Callable[[], Tensor], module: nn.Module) -> Sketche
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         handles = [p.register_hook(hook(name, index)) for index, (name, p) in enumerate(named)]  # type: ignore[no-untyped-call]
         try:
-            _send_backward(value, loss, [p for _, p in named])
+            if not _send_backward(value, [p for _, p in named], by_backward):
+                del value
+                if not again:
+                    raise OnlyBackwardError
+                found.clear()
+                _send_backward(loss(), [p for _, p in named], True)
         finally:
             for handle in handles:
                 handle.remove()
-    return found | {name: sketch(torch.zeros_like(p), 0) for name, p in named if name not in found}
+    return found | {name: no_gradient(p) for name, p in named if name not in found}
 
 
-def _send_backward(value: Tensor, again: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
+def _add(found: Sketches, name: str, part: Tensor) -> None:
+    found[name] = found[name] + part if name in found else part
+
+
+def no_gradient(parameter: Tensor) -> Tensor:
+    """The sketch of zeros."""
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.zeros(min(_BUCKETS, parameter.numel()), dtype=dtype, device=parameter.device)
+
+
+def _send_backward(value: Tensor, parameters: Sequence[nn.Parameter], by_backward: bool) -> bool:
+    """Whether that went well; if not, nothing but `backward` will do."""
     if not value.requires_grad or not parameters:  # nothing that is trained takes part
-        return
+        return True
+    leaves, is_checkpointed = _look_through(value)
+    with _kept_gradients([*parameters, *leaves]):
+        if by_backward or is_checkpointed:
+            torch.autograd.backward(value)
+            return True
+        try:
+            torch.autograd.grad(value, parameters, allow_unused=True)
+        except RuntimeError as error:
+            if "heckpoint" not in str(error):
+                raise
+            return False
+    return True
+
+
+def _look_through(value: Tensor) -> tuple[list[Tensor], bool]:
+    """The leaves that a graph shows, and whether it has re-entrant checkpoints: those run a graph of their own."""
+    leaves, is_checkpointed = [], False
+    seen: set[Any] = set()
+    waiting: list[Any] = [value.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        is_checkpointed = is_checkpointed or "heckpoint" in node.name()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting.extend(each for each, _ in node.next_functions)
+    return leaves, is_checkpointed
+
+
+@contextmanager
+def _kept_gradients(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Nothing is accumulated into `.grad` inside, at most one gradient at a time: some checkpoints do that unasked."""
+
+    def drop(tensor: Tensor) -> None:
+        tensor.grad = None
+
+    unique = list({id(each): each for each in tensors}.values())
+    before = [each.grad for each in unique]
+    for each in unique:
+        each.grad = None
+    handles = [each.register_post_accumulate_grad_hook(drop) for each in unique]  # type: ignore[no-untyped-call]
     try:
-        torch.autograd.grad(value, parameters, allow_unused=True)
-    except RuntimeError as error:
-        if "heckpoint" not in str(error):
-            raise
-        _accumulate(again(), parameters)
-
-
-def _accumulate(value: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    def drop(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    before = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = None
-    handles = [p.register_post_accumulate_grad_hook(drop) for p in parameters]  # type: ignore[no-untyped-call]
-    try:
-        torch.autograd.backward(value)
+        yield
     finally:
         for handle in handles:
             handle.remove()
-        for p, gradient in zip(parameters, before, strict=True):
-            p.grad = gradient
+        for each, gradient in zip(unique, before, strict=True):
+            each.grad = gradient
 
 
 def combine(parts: Sequence[Sketches], weights: Sequence[float]) -> Sketches:
