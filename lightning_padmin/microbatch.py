@@ -379,9 +379,11 @@ class MicroBatcher:
         """Weight and share of each micro-batch; see `MicroBatches`."""
         is_real = np.arange(len(groups)) < real
         total = table.weight.sum()
-        if total == 0:
+        if total == 0:  # what else the loss holds (a penalty) counts, as rows of the batch do
             rows = np.array([len(group) for group in groups]) * is_real
-            return np.zeros(len(groups)), rows / rows.sum()
+            shares = rows / rows.sum()
+            others = self.config.normalize == "global" and bool(agreed[:, 3].view(np.float64).any())
+            return (np.zeros(len(groups)) if others else shares), shares
         own = np.array([table.weight[group].sum() for group in groups]) * is_real
         shares = own / total
         if self.config.loss_reduction == "sum":
@@ -395,7 +397,10 @@ class MicroBatcher:
         if plan.notice:
             self._once(plan.notice)
         if not table.has_loss:
-            self._once("a batch has no loss tokens at all: its loss is 0 and it moves nothing")
+            self._once(
+                "a batch has no loss tokens at all: a mean over them is 0/0 or 0, and what else its loss holds (a "
+                "penalty, say) counts as in the whole batch"
+            )
         if table.lost_targets:
             self._once(
                 f"{table.lost_targets} left-padded rows of a batch have a label on their first real token. Left "
@@ -418,8 +423,8 @@ def _code(error: Exception | None) -> int:
 def iter_micro_batches(batch: Any, config: PadMinConfig | None = None) -> Iterator[MicroBatch]:
     """The micro-batches of one batch in one process; unpack each as `micro, weight`.
 
-    A mean loss over a batch without any loss token is 0/0, with or without this library: the weights are 0 then, and
-    a loss that is not finite is best skipped.
+    A mean loss over a batch without any loss token is 0/0, with or without this library: the weights are shares of its
+    rows then (`micro.has_loss` is False), and a loss that is not finite is best skipped.
 
     Example:
         >>> for micro, weight in iter_micro_batches(batch, PadMinConfig(token_budget=8192)):
