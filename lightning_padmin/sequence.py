@@ -112,6 +112,11 @@ class MicroBatches(Sequence[MicroBatch]):
         """One after the other. The inherited method would take an IndexError inside of a gather for the end."""
         return (self[k] for k in range(len(self)))
 
+    @property
+    def source(self) -> Any:
+        """The batch that they are of; only read."""
+        return self._batch
+
     def is_dummy(self, k: int) -> bool:
         """Whether micro-batch k is a dummy; without gathering it."""
         return k >= len(self.plan)
