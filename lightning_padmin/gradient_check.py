@@ -262,9 +262,13 @@ class _Check:
     def outcome(self) -> Outcome:
         passes = self._passes
         weights = [] if self._is_joint else _weights(self._table, self._probe.groups, self._config.loss_reduction)
-        came, found = self._together(lambda: (passes.came(), passes.split(weights)))
+        came = self._together(passes.came)
         if self._any(passes.saw_half):
             self._limit = max(self._limit, _HALF_LIMIT)
+        of_columns = self._of_columns(came)
+        if self._any(of_columns is not None):
+            return self._agree(self._if_it_repeats(of_columns or _Verdict(_Status.EXACT, 0, 0.0, ""), came))
+        found = self._together(lambda: passes.split(weights))
         size = passes.largest(came)
         value, parameter = passes.difference(found, came, self._limit)
         judged = _Verdict(_Status.EXACT, 0, value, parameter)
@@ -275,25 +279,29 @@ class _Check:
         if self._any(differs):
             whole = self._together(passes.whole) if self._any(not self._same_layout) else came
             judged = self._together(lambda: self._judge(found, whole, judged) if differs else judged)
-            judged = self._explained(judged, came, found, whole)
+            judged = self._explained(judged, found, whole)
         judged = self._without_padding(judged)
         self._tell_first(judged, found)
         if self.subtracts_lost and self._tells_first and judged.status is _Status.EXACT and self._table.shift:
             # Nothing was lost, so nothing may be subtracted.
             judged = replace(judged, status=_Status.DECLARATION, matching=self._shift_bits(0))
+        return self._agree(self._if_it_repeats(judged, came))
+
+    def _if_it_repeats(self, judged: _Verdict, came: Sketches) -> _Verdict:
+        """A refusal only where un-split gradients are the same once more."""
         if self._any(judged.status >= _Status.PROMPTS):
-            again = self._together(passes.came)
-            repeats = passes.difference(again, came, self._limit)[0] <= self._limit
+            again = self._together(self._passes.came)
+            repeats = self._passes.difference(again, came, self._limit)[0] <= self._limit
             if judged.status >= _Status.PROMPTS and not repeats:
                 judged = replace(judged, status=_Status.RANDOM)
-        return self._agree(judged)
+        return judged
 
-    def _explained(self, judged: _Verdict, came: Sketches, found: Sketches, whole: Sketches) -> _Verdict:
+    def _explained(self, judged: _Verdict, found: Sketches, whole: Sketches) -> _Verdict:
         """What the roll changed: numbers of columns, labels on first tokens, or rows that are now as they are alone."""
         if self.subtracts_lost and self._any(judged.status is _Status.ROLLED and not self._table.shift):
             judged = self._of_lost_labels(judged, whole)
-        if not self._is_joint and self._any(judged.status is _Status.ROLLED):
-            judged = self._of_columns(judged, came)
+        if judged.status is _Status.ROLLED and self._alternatives:
+            judged = replace(judged, status=_Status.COLUMNS)
         if not self._any(judged.status is _Status.ROLLED):
             return judged
         if not self._is_joint:
@@ -314,26 +322,45 @@ class _Check:
         assert self.alone is not None
         return self._passes.through(self.alone)
 
-    def _of_columns(self, judged: _Verdict, came: Sketches) -> _Verdict:
-        """Whether numbers of columns that nobody has declared explain what the roll changed; if it cannot be told, too.
+    def _of_columns(self, came: Sketches) -> _Verdict | None:
+        """A refusal where numbers of columns that nobody has declared explain what the roll changes; None elsewhere.
 
-        Raises what a pass raises, on all ranks.
+        Looked at first: rolled without them, a step may fail, or have no loss at all.
         """
+        if self._is_joint or self.is_packed:
+            return None
         self._alternatives = alternatives = self._agreed_alternatives()
-        if not alternatives:
-            return judged
+        if not alternatives:  # on no rank, since they are agreed
+            return None
+        plain = self._attempt(self._schema)
+        value, where = self._apart(plain, came)
+        moves = not value <= self._limit and 0 < self._passes.largest(came) < np.inf
+        if not self._any(moves):
+            return None
         sets = [[k] for k in range(len(alternatives))] if len(alternatives) <= _MOST_SINGLES else []
         sets += [list(range(len(alternatives)))] if len(alternatives) != 1 else []
         matching = 0
         for chosen in sets:
             fields = dict(self._schema.fields) | dict(alternatives[k] for k in chosen)
-            other = replace(self._schema, fields=fields)
-            found = self._together(lambda other=other: self._reading(self._batch, other))  # type: ignore[misc]
-            if self._passes.difference(found, came, self._limit)[0] <= self._limit and not (
-                matching and len(chosen) > 1
-            ):
+            found = self._attempt(replace(self._schema, fields=fields))
+            if self._apart(found, came)[0] <= self._limit and not (matching and len(chosen) > 1):
                 matching |= sum(1 << k for k in chosen)
-        return replace(judged, status=_Status.COLUMNS, matching=matching) if judged.status is _Status.ROLLED else judged
+        if moves and (matching or not np.isfinite(value)):
+            return _Verdict(_Status.COLUMNS, matching, value, where)
+        return None
+
+    def _attempt(self, schema: Schema) -> Sketches | None:
+        """Un-split gradients, rolled, read by a schema that may be wrong; None where the step fails."""
+        try:
+            return self._reading(self._batch, schema)
+        except Exception:
+            return None
+
+    def _apart(self, found: Sketches | None, came: Sketches) -> tuple[float, str]:
+        failed = self._any(found is None)
+        if found is None or (failed and isinstance(self._passes, ShardedPasses)):
+            return np.inf, ""
+        return self._passes.difference(found, came, self._limit)
 
     def _reading(self, batch: Any, schema: Schema, came: bool = False) -> Sketches:
         """Un-split gradients of another batch, or of this one read by another schema; rolled, or as it came."""

@@ -160,7 +160,9 @@ def test_the_same_tokens_are_meant_in_windows_of_different_widths(data: st.DataO
             for n, left in rows
         ]
         batches.append(batch | {"at": torch.tensor(at)})
-    config = PadMinConfig(token_budget=12, launch_cost=0, pad_token_id=0, loss_reduction="row-mean", batch_schema={"at": "column"})
+    config = PadMinConfig(
+        token_budget=12, launch_cost=0, pad_token_id=0, loss_reduction="row-mean", batch_schema={"at": "column"}
+    )
     alone = torch.cat([picks(batch) for batch in batches])
     window = MicroBatcher(config).prepare_window(batches)
     assert window.restore_rows([picks(micro.batch) for micro in window]).tolist() == alone.tolist()
