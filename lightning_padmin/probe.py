@@ -105,15 +105,20 @@ def first_label_groups(
         loads.append((with_first + with_first[third], without + without[third]))
     for extra, (own_with, own_without) in enumerate(loads):
         shares = [_pair_shares(own, other) for own, other in ((own_with, with_first), (own_without, without))]
+        of_rows = (1 + extra) / (2 + extra)
         apart = np.abs(shares[0] - shares[1])
-        np.fill_diagonal(apart, 0)
+        # Best where no share is that of a mean over rows, which would have to be named as well.
+        apart_from_all = np.minimum(apart, np.minimum(*(np.abs(share - of_rows) for share in shares)))
+        useless = ~((own_without > 0)[:, None] & (without > 0)[None, :]) | np.eye(len(candidates), dtype=bool)
         if extra:
-            apart[third, :] = apart[:, third] = 0
-        apart[~((own_without > 0)[:, None] & (without > 0)[None, :])] = 0
-        a, b = np.unravel_index(int(apart.argmax()), apart.shape)
-        if apart[a, b] > 1.5 * limit:
-            first = [candidates[a], candidates[third]] if extra else [candidates[a]]
-            found[2 + extra] = (np.array(first), candidates[[b]])
+            useless[third, :] = useless[:, third] = True
+        for each in (apart_from_all, apart):
+            each[useless] = 0
+            a, b = np.unravel_index(int(each.argmax()), each.shape)
+            if each[a, b] > 1.5 * limit:
+                first = [candidates[a], candidates[third]] if extra else [candidates[a]]
+                found[2 + extra] = (np.array(first), candidates[[b]])
+                break
     return found
 
 

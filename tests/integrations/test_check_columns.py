@@ -35,7 +35,9 @@ class Pointwise(nn.Module):
 class Spans(Module):
     """A mean over rows of a loss that looks at columns which the batch names."""
 
-    def __init__(self, loss: Callable[[Tensor, dict[str, Any]], Tensor], make: Callable[[], nn.Module] = Pointwise) -> None:
+    def __init__(
+        self, loss: Callable[[Tensor, dict[str, Any]], Tensor], make: Callable[[], nn.Module] = Pointwise
+    ) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.model = make().double()
