@@ -58,7 +58,7 @@ _COUPLED = (
     "Leave PadMinTrainerMixin out and call the model through lightning_padmin.PaddedForward in your own compute_loss, "
     "taking the loss of its outputs, or " + _STOP
 )
-_SUM = "A loss that is a sum over num_items_in_batch"
+_SUM = "A sum over num_items_in_batch"
 # method -> first parameters, as checked with transformers 5.24
 _EXPECTED = {
     "training_step": ["self", "model", "inputs", "num_items_in_batch"],

@@ -644,7 +644,9 @@ class _Check:
 
     @property
     def _declared(self) -> str:
-        return self.advice.reduction or _declared(self._config)
+        if self.advice.reduction is None:
+            return _declared(self._config)
+        return f"{self.advice.reduction} with label_shift={self._table.shift}"
 
 
 def _listed(options: Sequence[tuple[str, Field]]) -> str:
