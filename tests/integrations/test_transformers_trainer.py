@@ -434,7 +434,8 @@ class Aligned:
 
 def run_late(kind: type, make: Any = llama, padmin: dict[str, Any] | None = None, **options: Any) -> Record:
     config = None if padmin is None else PadMinConfig(token_budget=48, launch_cost=4, pad_token_id=PAD, **padmin)
-    options = {"num_train_epochs": 1, "train_sampling_strategy": "sequential", "data": late_first_labels(), **options}
+    once = {"num_train_epochs": 1, "train_sampling_strategy": "sequential", "max_grad_norm": 0.0}
+    options = once | {"data": late_first_labels(), **options}
     return train(kind, make, config, **options)
 
 
