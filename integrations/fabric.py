@@ -325,7 +325,7 @@ def _original(model: nn.Module) -> nn.Module:
 
 
 def _weighted_loss(micro: MicroBatch, model: nn.Module, loss_fn: LossFunction) -> Tensor:
-    if micro.weight != 0:
+    if micro.weight != 0 and micro.has_loss:
         return _one_number(loss_fn(micro.batch)) * micro.weight
     with _collected_outputs(model) as outputs:
         loss = _one_number(loss_fn(micro.batch))

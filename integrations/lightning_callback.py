@@ -62,7 +62,7 @@ from lightning_padmin.guards import (
 )
 from lightning_padmin.integrations import lightning_loop
 from lightning_padmin.integrations.deepspeed_boundary import find_engine
-from lightning_padmin.integrations.lightning_check import FirstBatchCheck, pack_gradients, tell
+from lightning_padmin.integrations.lightning_check import OTHER_MASKS, FirstBatchCheck, pack_gradients, tell
 from lightning_padmin.integrations.lightning_loop import JointOptimization, SplitOptimization
 from lightning_padmin.loops import LoopGuard
 from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
@@ -155,6 +155,7 @@ class PadMinCallback(pl.Callback):
         self._check: FirstBatchCheck | None = None
         self._pack_check: PackCheck | None = None
         self._checked: weakref.ref[pl.LightningModule] | None = None
+        self._first_is_open = True
         self._loss_tokens: int | None = None
         self._loops, self._told, self._logged = LoopGuard(), set[str](), set[str]()
         self._row_limit: int | None = None
@@ -196,6 +197,7 @@ class PadMinCallback(pl.Callback):
             self._pack_check = PackCheck(self._gate, self._exchange, tell)
         if self._checked is not None and self._checked() is pl_module:
             self._check.is_due = False  # an earlier fit of this module has told
+            self._check.first_is_open = self._check.first_is_open and self._first_is_open
         self._restore = lightning_loop.install(
             trainer,
             lambda stock: (
@@ -349,7 +351,7 @@ class PadMinCallback(pl.Callback):
         if self._restore is not None:
             self._restore()
         if self._check is not None and self._check.has_passed:
-            self._checked = weakref.ref(self._check.module)
+            self._checked, self._first_is_open = weakref.ref(self._check.module), self._check.first_is_open
         self._loops.discard()
         self._since_log = PaddingStats()
         self._restore = self._batcher = self._check = self._trainer = self._gate = self._pack_check = None
@@ -362,8 +364,7 @@ class PadMinCallback(pl.Callback):
             arguments = (self._trainer, self.config, self._exchange, kwargs, self._batcher, self._pack_check)
             self._batcher.may_pack = pack_gradients(*arguments)
         micro_batches = self._batcher.prepare(kwargs["batch"])
-        if self._check.is_due:
-            self._check(kwargs, micro_batches.schema, micro_batches.table)
+        self._check(kwargs, micro_batches.schema, micro_batches.table, self._batcher.shows_first)
         self._count(micro_batches.stats)
         return micro_batches
 
@@ -384,6 +385,7 @@ class PadMinCallback(pl.Callback):
             gate=self._gate,
             may_pack=False,
             packs_inside=self.config.mode == "joint",
+            other_masks=None if self.config.mode == "joint" else OTHER_MASKS,
         )
 
     def _count(self, stats: PaddingStats) -> None:
@@ -394,8 +396,7 @@ class PadMinCallback(pl.Callback):
         assert self._batcher is not None
         assert self._check is not None
         schema, table = self._batcher.read_together(kwargs["batch"])
-        if self._check.is_due:
-            self._check(kwargs, schema, table)
+        self._check(kwargs, schema, table)
         self._loss_tokens = int(table.loss_tokens.sum())
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,16 +16,23 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import PadMinWarning
 from lightning_padmin.fields import Schema
-from lightning_padmin.gradient_check import Outcome, check_gradients
+from lightning_padmin.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.integrations.lightning_loop import is_sharded, quiet_training_step
 from lightning_padmin.microbatch import MicroBatcher
-from lightning_padmin.model_proxy import chunked
+from lightning_padmin.model_proxy import chunked, transformers_models
 from lightning_padmin.pack_check import PackCheck
 from lightning_padmin.pack_layout import PackStyle
 from lightning_padmin.packing import PackGate
 from lightning_padmin.rows import RowTable
 
 _MOST_BATCHES, _MOST_WITHOUT_GRADIENT = 100, 5
+_STOP = "use PadMinCallback(enabled=False)"
+_COUPLED = "Run the model in chunks with mode='joint', or " + _STOP
+_COUPLED_ELSEWHERE = (
+    "Call your model through lightning_padmin.PaddedForward in training_step, and leave the callback out, or " + _STOP
+)
+# What is said of masks of other sequences; see `MicroBatcher`.
+OTHER_MASKS = ". If the loss compares rows of both, mode='joint' besides"
 
 
 class FirstBatchCheck:
@@ -37,6 +45,11 @@ class FirstBatchCheck:
         models: for joint mode, the models whose calls are chunked.
         gate: decides whether rows are packed.
         corrects: whether it is known that rolling corrects what this architecture makes of left padding.
+
+    Attributes:
+        is_due: whether another batch may tell more.
+        first_is_open: whether no batch has told yet if the loss takes labels on first tokens.
+        has_passed: whether the first batches have told all they can.
     """
 
     def __init__(
@@ -51,37 +64,38 @@ class FirstBatchCheck:
     ) -> None:
         self._trainer, self._config, self._exchange = trainer, config, exchange
         self._models, self._corrects, self._gate = models, corrects, gate
-        self._told, self._batches, self._without_gradient = False, 0, 0
+        self._told, self._batches, self._without_gradient, self._first_batches = False, 0, 0, 0
         self._said: set[str] = set()
-        self.is_due = config.check == "first-batch"
+        self.is_due = self.first_is_open = config.check == "first-batch"
         self.has_passed, self.module = False, trainer.lightning_module
 
-    def __call__(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
-        """Checks one batch; on all ranks or on none.
+    def __call__(
+        self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable, shows_first: bool = False
+    ) -> None:
+        """Checks one batch, if it may tell more than those before it; on all ranks or on none.
 
         Args:
             kwargs: what training_step is about to be called with, the batch first.
             schema: the batch's schema.
             table: its row table.
+            shows_first: some rank's batch has labels on first tokens; the same on all ranks.
 
         Raises:
             GradientCheckError: training would change; on all ranks, with the same message.
         """
+        if self.is_due:
+            self._check(kwargs, schema, table)
+        if shows_first and self.first_is_open:
+            self._first_batches += 1
+            outcome = self._outcome(kwargs, schema, table, first_labels=True)
+            told = outcome is not None and outcome.tells_first
+            self.first_is_open = not told and self._first_batches < _MOST_BATCHES
+
+    def _check(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
         self._batches += 1
-        with quiet_training_step(self._trainer, kwargs) as loss:
-            outcome = check_gradients(
-                loss,
-                kwargs["batch"],
-                schema,
-                table,
-                self._config,
-                self._trainer.lightning_module,
-                tolerance=_tolerance(self._trainer),
-                exchange=self._exchange,
-                joint=self._chunked if self._models else None,
-                more_than_told=self._told,
-                is_sharded=is_sharded(self._trainer),
-            )
+        outcome = self._outcome(kwargs, schema, table, more_than_told=self._told)
+        if outcome is not None and (outcome.tells_first or (outcome.final and not outcome.told)):
+            self.first_is_open = False
         self.is_due = self._batches < _MOST_BATCHES and not (outcome is not None and outcome.final)
         self.has_passed = outcome is not None and outcome.told and outcome.final
         if outcome is None:
@@ -96,8 +110,33 @@ class FirstBatchCheck:
                 self._said.add(outcome.words)
                 _say(f"mode {mode}: {outcome.words}", outcome.notable and not (outcome.told and self._corrects))
 
+    def _outcome(
+        self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable, **options: Any
+    ) -> Outcome | None:
+        module = self._trainer.lightning_module
+        can_be_joint = bool(self._models) or bool(transformers_models(module))
+        with quiet_training_step(self._trainer, kwargs) as loss:
+            return check_gradients(
+                loss,
+                kwargs["batch"],
+                schema,
+                table,
+                self._config,
+                module,
+                tolerance=_tolerance(self._trainer),
+                exchange=self._exchange,
+                joint=self._chunked if self._models else None,
+                alone=self._alone if self._models and self._gate is None else None,
+                is_sharded=is_sharded(self._trainer),
+                advice=Advice(_COUPLED if can_be_joint else _COUPLED_ELSEWHERE, _STOP),
+                **options,
+            )
+
     def _chunked(self) -> AbstractContextManager[Any]:
         return chunked(self._models, self._config, gate=self._gate)
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        return chunked(self._models, replace(self._config, max_rows=1))
 
 
 def pack_gradients(
@@ -123,6 +162,7 @@ def pack_gradients(
                 tolerance=_tolerance(trainer),
                 exchange=exchange,
                 packs=style,
+                advice=Advice(off="use layout='pad'"),
             )
 
     return check(batcher.pack_style, gradients)

@@ -34,7 +34,7 @@ from lightning_padmin.distributed import Exchange, board_alone, board_of_all, ex
 from lightning_padmin.environment import resolve_for_class
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning, PeerError
 from lightning_padmin.fields import Schema
-from lightning_padmin.gradient_check import Outcome, check_gradients
+from lightning_padmin.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.guards import (
     ArchitectureError,
     batch_statistics,
@@ -53,6 +53,12 @@ from lightning_padmin.sequence import MicroBatches
 from lightning_padmin.stats import PaddingStats
 
 _MOST_BATCHES = 100
+_STOP = "use PadMinConfig(enabled=False)"
+_COUPLED = (
+    "Leave PadMinTrainerMixin out and call the model through lightning_padmin.PaddedForward in your own compute_loss, "
+    "taking the loss of its outputs, or " + _STOP
+)
+_SUM = "A sum over num_items_in_batch"
 # method -> first parameters, as checked with transformers 5.24
 _EXPECTED = {
     "training_step": ["self", "model", "inputs", "num_items_in_batch"],
@@ -92,6 +98,7 @@ class PadMinTrainerMixin:
         self._padmin = resolve_for_class(padmin)
         self._padmin_told = self._padmin.check == "off"
         self._padmin_checked, self._padmin_as_stock = 0, False
+        self._padmin_first_is_open, self._padmin_first_batches = not self._padmin_told, 0
         self.padding_stats = PaddingStats()
         self._padmin_since_log = PaddingStats()
         super().__init__(*args, **options)
@@ -116,10 +123,11 @@ class PadMinTrainerMixin:
         self._padmin_packs = None if gate is None else PackCheck(gate, self._padmin_exchange, self._padmin_say)
         self._padmin_batcher = self._padmin_make_batcher(config, row_limit(findings))
         # For windows whose loss is a sum over the targets of all batches; None: the first batch is going to tell.
-        self._padmin_pooling = self._padmin_make_batcher(replace(config, loss_reduction="sum"), row_limit(findings))
+        summed = replace(config, loss_reduction="sum")
+        self._padmin_pooling = self._padmin_make_batcher(summed, row_limit(findings), is_pooling=True)
         self._padmin_pools: bool | None = None
 
-    def _padmin_make_batcher(self, config: PadMinConfig, limit: int | None) -> MicroBatcher:
+    def _padmin_make_batcher(self, config: PadMinConfig, limit: int | None, is_pooling: bool = False) -> MicroBatcher:
         encoder_decoder = is_encoder_decoder(self.model)  # type: ignore[attr-defined]
         exchange = self._padmin_exchange
         gate = self._padmin_gate
@@ -130,6 +138,7 @@ class PadMinTrainerMixin:
             row_limit=limit,
             gate=gate,
             may_pack=False,
+            subtracts_lost=is_pooling and self._padmin_subtracts_lost,
         )
 
     def _padmin_guard(self, chunks: MicroBatches) -> MemoryGuard:
@@ -162,6 +171,7 @@ class PadMinTrainerMixin:
         self._padmin_prove(batches, num_items, self._padmin_pooling)
         self._padmin_pooling.min_micro_batches = len(batches)
         chunks = self._padmin_pooling.prepare_window(batches)
+        self._padmin_look_at_first_labels(chunks, num_items, self._padmin_pooling)
         guard = self._padmin_guard(chunks)
         num_items = self._padmin_without_lost(num_items, chunks, batches)
         shares = []
@@ -178,11 +188,15 @@ class PadMinTrainerMixin:
 
         Stock counts labels from the second column on, so that in a right-padded batch the first token's is not counted.
         """
-        shifts = getattr(self, "_loss_shifts_labels", True) and "shift_labels" not in batches[0]
-        if not shifts or not chunks.lost_targets:
+        if not self._padmin_subtracts_lost or "shift_labels" in batches[0] or not chunks.lost_targets:
             return num_items
         of_all = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
         return num_items - (chunks.lost_targets if of_all else chunks.table.lost_targets)
+
+    @property
+    def _padmin_subtracts_lost(self) -> bool:
+        """Whether the Trainer counts targets as a loss does that shifts labels."""
+        return bool(getattr(self, "_loss_shifts_labels", True))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: forward and backward passes of its chunks."""
@@ -204,6 +218,8 @@ class PadMinTrainerMixin:
             pools = isinstance(inputs, _Share)
             batcher = self._padmin_pooling if pools else self._padmin_batcher
             self._padmin_check(batcher.read_made_together(lambda: dict(inputs)), num_items_in_batch, batcher)
+        if not isinstance(inputs, _Share):
+            self._padmin_look_at_first_labels(chunks, num_items_in_batch, self._padmin_batcher)
         total: Any = 0.0
         try:
             for k in indices:
@@ -252,6 +268,16 @@ class PadMinTrainerMixin:
                 state._set_sync_gradients(False)
                 stack.callback(state._set_sync_gradients, before)
             yield
+
+    def _padmin_look_at_first_labels(self, chunks: MicroBatches, num_items: Any, batcher: MicroBatcher) -> None:
+        """Finds out, on the first batch that can tell, whether the loss takes labels on first tokens as declared."""
+        if not self._padmin_first_is_open or not batcher.shows_first:
+            return
+        self._padmin_first_batches += 1
+        read = chunks.source, chunks.schema, chunks.table
+        outcome = self._padmin_gradients(read, num_items, batcher.config, first_labels=True)
+        told = outcome is not None and outcome.tells_first
+        self._padmin_first_is_open = not told and self._padmin_first_batches < _MOST_BATCHES
 
     def _padmin_decide(self, batches: list[Any], num_items: Any) -> bool | None:
         """Whether the loss is a sum over `num_items`: some models take that number and return a mean all the same.
@@ -303,6 +329,8 @@ class PadMinTrainerMixin:
         outcome = self._padmin_gradients(read, num_items, batcher.config)
         self._padmin_checked += 1
         self._padmin_told = (outcome is not None and outcome.final) or self._padmin_checked >= _MOST_BATCHES
+        if outcome is not None and (outcome.tells_first or (outcome.final and not outcome.told)):
+            self._padmin_first_is_open = False
         if outcome is not None and outcome.notable and outcome.told:
             self._padmin_say(outcome.words)
         return outcome
@@ -313,6 +341,7 @@ class PadMinTrainerMixin:
         num_items: Any,
         config: PadMinConfig,
         packs: PackStyle | None = None,
+        first_labels: bool = False,
     ) -> Outcome | None:
         batch, schema, table = read
         model: Any = self.model_wrapped  # type: ignore[attr-defined]
@@ -325,6 +354,7 @@ class PadMinTrainerMixin:
             return value
 
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        pools = config is self._padmin_pooling.config
         own = accelerator.unwrap_model(model)
         sharded = accelerator.distributed_type == DistributedType.FSDP
         if not sharded:
@@ -341,6 +371,9 @@ class PadMinTrainerMixin:
             is_sharded=sharded,
             packs=packs,
             holders=(self,),  # figures that compute_loss keeps in the Trainer are not those of the check
+            first_labels=first_labels,
+            subtracts_lost=pools and self._padmin_subtracts_lost,
+            advice=Advice(_COUPLED, _STOP, _SUM if pools else None),
         )
 
     def _padmin_count(self, stats: PaddingStats) -> None:

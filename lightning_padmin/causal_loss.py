@@ -64,8 +64,8 @@ class CausalLoss:
         inner = _unwrapped(model)
         if config.labels_key != "labels" or not _takes_causal_loss(inner):
             raise _labels_refused(str(config.labels_key))
+        coefficient, passes_options = _read_loss(inner)  # first: a model with another loss shifts nothing
         _refuse_options(config, inputs)
-        coefficient, passes_options = _read_loss(inner)
         names = ("num_items_in_batch", "ignore_index")
         options = {name: inputs.pop(name) for name in names if inputs.get(name) is not None}
         if options and not passes_options:
@@ -96,7 +96,7 @@ class CausalLoss:
 def _labels_refused(key: str, why: str = "") -> BatchError:
     return BatchError(
         f"{key!r} is among the inputs, so the model would take its loss chunk by chunk{why}: leave it out and take the "
-        "loss of the outputs (model.loss_function for transformers' models)"
+        f"loss of the outputs{' (model.loss_function for causal models of transformers)' if not why else ''}"
     )
 
 

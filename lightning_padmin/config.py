@@ -145,7 +145,7 @@ class PadMinConfig:
     decoder_mask_key: str = _option("decoder_attention_mask", "Mask of the decoder side of encoder-decoder batches.")
     loss_mask_key: str | None = _option(None, "Entry (rows, width) that is nonzero, or a weight, where loss is taken.")
     batch_schema: Mapping[str, Field | str | Mapping[str, Any]] = _option(
-        {}, "What an entry is, by its key or dotted path: a Field, 'row', 'position', 'static', or a mapping."
+        {}, "What an entry is, by its key or dotted path: a Field, 'row', 'position', 'column', 'static', or a mapping."
     )
     static_keys: Sequence[str] = _option((), "Entries shared by all rows, passed on unchanged.")
     pad_to_multiple_of: int = _option(1, "Micro-batch widths are rounded up to a multiple of this.")

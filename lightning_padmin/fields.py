@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeGuard, cast
+from typing import Any, Literal, TypeGuard, cast, get_args
 
 from lightning_padmin.errors import ConfigError
 
 Axis = Literal["input", "decoder"]
-Kind = Literal["row", "position", "unit", "static"]
+Kind = Literal["row", "position", "column", "unit", "static"]
 Fill = float | Literal["continue"] | None
 AXES: tuple[Axis, Axis] = ("input", "decoder")
 
@@ -20,11 +20,13 @@ class Field:
 
     Attributes:
         kind: `"row"`, one slice per row (also lists); `"position"`, one slice per row and position, rolled and
-            trimmed; `"unit"`, slices that belong to rows in varying number (images, tiles, patches), along the first
-            dimension and in the order of the rows; `"static"`, shared by all rows.
+            trimmed; `"column"`, one slice per row (also lists) of integers that are columns of the batch, which move
+            with the row when it is rolled (see `columns`); `"unit"`, slices that belong to rows in varying number
+            (images, tiles, patches), along the first dimension and in the order of the rows; `"static"`, shared by
+            all rows.
         row_dim: the dimension that counts rows.
         position_dims: the dimensions that count positions; empty means the one after `row_dim`.
-        axis: which of the two lengths of an encoder-decoder row positions run along.
+        axis: which of the two lengths of an encoder-decoder row positions run along, and columns are counted on.
         fill: value of slots beyond the batch's own width; `"continue"` counts on upward (position ids). None:
             unknown, so widths are not rounded beyond that width.
         counts: for units, the entry that says how many belong to each row: a row entry of integers, or another unit
@@ -39,8 +41,8 @@ class Field:
     counts: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, str) or self.kind not in ("row", "position", "unit", "static"):
-            raise ConfigError(f"Field(kind={self.kind!r}): expected 'row', 'position', 'unit' or 'static'")
+        if not isinstance(self.kind, str) or self.kind not in get_args(Kind):
+            raise ConfigError(f"Field(kind={self.kind!r}): expected 'row', 'position', 'column', 'unit' or 'static'")
         if not isinstance(self.axis, str) or self.axis not in AXES:
             raise ConfigError(f"Field(axis={self.axis!r}): expected 'input' or 'decoder'")
         if not _is_dimension(self.row_dim) or (self.kind == "unit" and self.row_dim != 0):
@@ -96,6 +98,7 @@ class Schema:
         widths: width of the batch per axis, (L,) or (L, T) for encoder-decoder batches.
         mask: path of the mask of the input axis; decoder_mask, labels, loss_mask likewise, None where absent.
         row_shapes: trailing shape of each row entry that nobody declared, of this batch or of an earlier one.
+        guessed: paths of row and column entries of this batch whose kind nobody declared.
     """
 
     fields: Mapping[str, Field]
@@ -106,6 +109,7 @@ class Schema:
     labels: str | None = None
     loss_mask: str | None = None
     row_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    guessed: frozenset[str] = frozenset()
 
     @property
     def labels_axis(self) -> Axis:

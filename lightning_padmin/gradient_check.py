@@ -8,6 +8,7 @@ weights would have matched is found out without another pass.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -22,21 +23,27 @@ from torch import nn
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
 from lightning_padmin.errors import GradientCheckError, PadMinError
-from lightning_padmin.fields import Schema
+from lightning_padmin.fields import AXES, Field, Schema
 from lightning_padmin.gradient_passes import LocalPasses, LossFunction, Passes, ShardedPasses
 from lightning_padmin.guards import has_experts
+from lightning_padmin.layout import pad_layout
 from lightning_padmin.pack_layout import PackStyle
 from lightning_padmin.probe import (
     Ints,
     Probe,
+    first_label_groups,
     make_probe,
     masked_tokens_vary,
+    maybe_columns,
+    one_row,
+    padded_row,
     probe_sizes,
     tells_reductions,
     whole_probe,
 )
 from lightning_padmin.rows import RowTable, measure
 from lightning_padmin.sketch import Sketches, best_weights, combine
+from lightning_padmin.tree import map_leaves
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
@@ -45,6 +52,8 @@ _MOST_FLIPPED = 0.5
 _LIMIT, _HALF_LIMIT = 1e-3, 0.1
 _HALF = {torch.float16, torch.bfloat16}
 _REDUCTIONS = ("token-mean", "row-mean", "sum")
+# Entries that may hold columns: looked at, as bits of an int64, and tried one by one.
+_MOST_ENTRIES, _MOST_SINGLES = 48, 6
 
 
 class _Status(IntEnum):
@@ -55,14 +64,34 @@ class _Status(IntEnum):
     ROUTING = 4
     # From here on training would change.
     PROMPTS = 5
-    DECLARATION = 6
-    WEIGHTS = 7
-    COUPLED = 8
+    COLUMNS = 6
+    PADDING = 7
+    DECLARATION = 8
+    WEIGHTS = 9
+    COUPLED = 10
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a user of one adapter can do, as its own options say it.
+
+    Attributes:
+        coupled: where rows are coupled.
+        off: how to go on without this library.
+        reduction: what is declared of the loss, where the configuration does not say it.
+    """
+
+    coupled: str = (
+        "Call the model through lightning_padmin.PaddedForward, so that the loss sees the whole batch, or use "
+        "enabled=False"
+    )
+    off: str = "use enabled=False"
+    reduction: str | None = None
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What this rank found: the status, matching declarations as bits, the difference, and its parameter."""
+    """What this rank found: the status, matching declarations or entries as bits, the difference, its parameter."""
 
     status: _Status
     matching: int
@@ -80,6 +109,8 @@ class Outcome:
         final: whether another batch could tell no more. Rows of one length do not tell a token mean from a row mean.
         notable: whether the user should know.
         words: the finding as a sentence.
+        tells_first: whether a loss that takes labels on first tokens, or does not, against the declaration would
+            have been found.
     """
 
     difference: float
@@ -87,6 +118,7 @@ class Outcome:
     final: bool
     notable: bool
     words: str
+    tells_first: bool = False
 
 
 def check_gradients(
@@ -104,6 +136,10 @@ def check_gradients(
     is_sharded: bool = False,
     packs: PackStyle | None = None,
     holders: Sequence[object] = (),
+    first_labels: bool = False,
+    subtracts_lost: bool = False,
+    alone: Callable[[], AbstractContextManager[Any]] | None = None,
+    advice: Advice | None = None,
 ) -> Outcome | None:
     """Compares gradients of a few rows, split and as they came; on all ranks or on none.
 
@@ -122,6 +158,11 @@ def check_gradients(
         packs: what packs have, where rows are packed and not padded.
         holders: objects that `loss_fn` may write into besides, a Trainer's subclass say. They are left as they were.
         more_than_told: run only if these rows tell a token mean from a row mean, since earlier ones did not.
+        first_labels: run only if rows tell whether the loss takes labels on first tokens, and with such rows.
+        subtracts_lost: the loss is divided by a number from which labels on first tokens behind padding are subtracted,
+            unless `label_shift=0` is declared.
+        alone: as `joint`, with one row in each chunk.
+        advice: what can be done instead, in the adapter's words.
 
     Returns:
         The outcome, or None where a rank has no two rows that carry loss (another batch may do), or where this batch
@@ -133,14 +174,18 @@ def check_gradients(
     """
     dtypes = {p.dtype for p in module.parameters()}
     limit = tolerance if tolerance is not None else _HALF_LIMIT if dtypes & _HALF else _LIMIT
-    probe = _agreed_probe(batch, schema, table, config, exchange, limit, joint is not None, more_than_told, packs)
+    if first_labels:
+        probe = _agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
+    else:
+        probe = _agreed_probe(batch, schema, table, config, exchange, limit, joint is not None, more_than_told, packs)
     if probe is None:
         return None
     arguments = (loss_fn, batch, schema, module, probe, joint, holders)
     passes = ShardedPasses(*arguments, exchange=exchange) if is_sharded else LocalPasses(*arguments)
     try:
         check = _Check(passes, batch, schema, table, config, module, probe, exchange, limit, joint is not None)
-        check.is_packed = packs is not None
+        check.is_packed, check.subtracts_lost, check.alone = packs is not None, subtracts_lost, alone
+        check.advice = advice or Advice()
         return check.outcome()
     finally:
         passes.restore()
@@ -170,6 +215,27 @@ def _agreed_probe(
     return make_probe(batch, schema, table, config, best.bit_length() - 1, packs)
 
 
+def _agreed_first_labels(
+    batch: Any,
+    schema: Schema,
+    table: RowTable,
+    config: PadMinConfig,
+    exchange: Exchange,
+    limit: float,
+    subtracts_lost: bool,
+) -> Probe | None:
+    """A probe that tells on some rank whether the loss takes labels on first tokens, of equally many rows on all."""
+    asked = subtracts_lost or config.loss_reduction == "token-mean"
+    telling = first_label_groups(table, config, limit, subtracts_lost) if asked else {}
+    possible = probe_sizes(table, config, limit)[0] | set(telling)
+    agreed = exchange([sum(1 << n for n in possible), sum(1 << n for n in telling)])
+    best = int(np.bitwise_and.reduce(agreed[:, 0])) & int(np.bitwise_or.reduce(agreed[:, 1]))
+    if best == 0:
+        return None
+    n = min(k for k in range(best.bit_length()) if best >> k & 1)
+    return make_probe(batch, schema, table, config, n, groups=telling.get(n))
+
+
 class _Check:
     """One check, in step with the other ranks."""
 
@@ -189,14 +255,22 @@ class _Check:
         self._passes, self._batch, self._schema, self._table = passes, batch, schema, table
         self._config, self._module, self._probe, self._limit = config, module, probe, limit
         self._exchange, self._is_joint = exchange, is_joint
-        self.is_packed = False
+        self.is_packed = self.subtracts_lost = self._tells_first = False
+        self.alone: Callable[[], AbstractContextManager[Any]] | None = None
+        self.advice = Advice()
+        self._alternatives: list[tuple[str, Field]] = []
+        self._knows_rows = False  # whether rows were compared with themselves alone
 
     def outcome(self) -> Outcome:
         passes = self._passes
         weights = [] if self._is_joint else _weights(self._table, self._probe.groups, self._config.loss_reduction)
-        came, found = self._together(lambda: (passes.came(), passes.split(weights)))
+        came = self._together(passes.came)
         if self._any(passes.saw_half):
             self._limit = max(self._limit, _HALF_LIMIT)
+        of_columns = self._of_columns(came)
+        if self._any(of_columns is not None):
+            return self._agree(self._if_it_repeats(of_columns or _Verdict(_Status.EXACT, 0, 0.0, ""), came))
+        found = self._together(lambda: passes.split(weights))
         size = passes.largest(came)
         value, parameter = passes.difference(found, came, self._limit)
         judged = _Verdict(_Status.EXACT, 0, value, parameter)
@@ -207,12 +281,185 @@ class _Check:
         if self._any(differs):
             whole = self._together(passes.whole) if self._any(not self._same_layout) else came
             judged = self._together(lambda: self._judge(found, whole, judged) if differs else judged)
+            judged = self._explained(judged, found, whole)
+        judged = self._without_padding(judged)
+        self._tell_first(judged, found)
+        if self.subtracts_lost and self._tells_first and judged.status is _Status.EXACT and self._table.shift:
+            # Nothing was lost, so nothing may be subtracted.
+            judged = replace(judged, status=_Status.DECLARATION, matching=self._shift_bits(0))
+        return self._agree(self._if_it_repeats(judged, came))
+
+    def _if_it_repeats(self, judged: _Verdict, came: Sketches) -> _Verdict:
+        """A refusal only where un-split gradients are the same once more."""
         if self._any(judged.status >= _Status.PROMPTS):
-            again = self._together(passes.came)
-            repeats = passes.difference(again, came, self._limit)[0] <= self._limit
+            again = self._together(self._passes.came)
+            repeats = self._passes.difference(again, came, self._limit)[0] <= self._limit
             if judged.status >= _Status.PROMPTS and not repeats:
                 judged = replace(judged, status=_Status.RANDOM)
-        return self._agree(judged)
+        return judged
+
+    def _explained(self, judged: _Verdict, found: Sketches, whole: Sketches) -> _Verdict:
+        """What the roll changed: numbers of columns, labels on first tokens, or rows that are now as they are alone."""
+        if self.subtracts_lost and self._any(judged.status is _Status.ROLLED and not self._table.shift):
+            judged = self._of_lost_labels(judged, whole)
+        if judged.status is _Status.ROLLED and self._alternatives:
+            judged = replace(judged, status=_Status.COLUMNS)
+        if not self._any(judged.status is _Status.ROLLED):
+            return judged
+        if not self._is_joint:
+            rows = [pad_layout(self._table, [row], 1) for row in self._probe.rows]
+            weights = _weights(self._table, [np.array([row]) for row in self._probe.rows], self._config.loss_reduction)
+            alone, wanted = self._together(lambda: self._passes.of(rows, weights)), whole
+        elif self.alone is not None:
+            alone, wanted = self._together(self._rows_in_chunks), found
+        else:
+            return judged
+        self._knows_rows = True
+        value, where = self._passes.difference(wanted, alone, self._limit)
+        if judged.status is _Status.ROLLED and not value <= self._limit:
+            return replace(judged, status=_Status.PADDING, difference=value, parameter=where)
+        return judged
+
+    def _rows_in_chunks(self) -> Sketches:
+        assert self.alone is not None
+        return self._passes.through(self.alone)
+
+    def _of_columns(self, came: Sketches) -> _Verdict | None:
+        """A refusal where numbers of columns that nobody has declared explain what the roll changes; None elsewhere.
+
+        Looked at first: rolled without them, a step may fail, or have no loss at all.
+        """
+        if self._is_joint or self.is_packed:
+            return None
+        self._alternatives = alternatives = self._agreed_alternatives()
+        if not alternatives:  # on no rank, since they are agreed
+            return None
+        plain = self._attempt(self._schema)
+        value, where = self._apart(plain, came)
+        moves = not value <= self._limit and 0 < self._passes.largest(came) < np.inf
+        if not self._any(moves):
+            return None
+        sets = [[k] for k in range(len(alternatives))] if len(alternatives) <= _MOST_SINGLES else []
+        sets += [list(range(len(alternatives)))] if len(alternatives) != 1 else []
+        matching = 0
+        for chosen in sets:
+            fields = dict(self._schema.fields) | dict(alternatives[k] for k in chosen)
+            found = self._attempt(replace(self._schema, fields=fields))
+            if self._apart(found, came)[0] <= self._limit and not (matching and len(chosen) > 1):
+                matching |= sum(1 << k for k in chosen)
+        if moves and (matching or not np.isfinite(value)):
+            return _Verdict(_Status.COLUMNS, matching, value, where)
+        return None
+
+    def _attempt(self, schema: Schema) -> Sketches | None:
+        """Un-split gradients, rolled, read by a schema that may be wrong; None where the step fails."""
+        try:
+            return self._reading(self._batch, schema)
+        except Exception:
+            return None
+
+    def _apart(self, found: Sketches | None, came: Sketches) -> tuple[float, str]:
+        failed = self._any(found is None)
+        if found is None or (failed and isinstance(self._passes, ShardedPasses)):
+            return np.inf, ""
+        return self._passes.difference(found, came, self._limit)
+
+    def _reading(self, batch: Any, schema: Schema, came: bool = False) -> Sketches:
+        """Un-split gradients of another batch, or of this one read by another schema; rolled, or as it came."""
+        self._passes.read_as(batch, schema)
+        try:
+            return self._passes.came() if came else self._passes.whole()
+        finally:
+            self._passes.read_as(self._batch, self._schema)
+
+    def _agreed_alternatives(self) -> list[tuple[str, Field]]:
+        """Entries that nobody declared, each as what it may be in place of what it was taken for; as on all ranks."""
+        entries = maybe_columns(self._batch, self._schema, self._table)[:_MOST_ENTRIES]
+        options = [
+            (path, Field("row", field.row_dim) if field.kind == "column" else replace(field, kind="column"))
+            for path, field, _ in entries
+        ]
+        fits = [each is not False for _, _, each in entries]
+        moves = [each is True for _, _, each in entries]
+        digest = zlib.crc32("\n".join(f"{path} {field.axis}" for path, field in options).encode())
+        bits = [sum(1 << k for k, flag in enumerate(flags) if flag) for flags in (fits, moves)]
+        agreed = self._exchange([digest, *bits])
+        if (agreed[:, 0] != agreed[0, 0]).any():
+            return []
+        both = int(np.bitwise_and.reduce(agreed[:, 1])) & int(np.bitwise_or.reduce(agreed[:, 2]))
+        return [option for k, option in enumerate(options) if both >> k & 1]
+
+    def _of_lost_labels(self, judged: _Verdict, whole: Sketches) -> _Verdict:
+        """Whether labels on first tokens are what the roll took, though the declaration says that none is lost."""
+        without = self._together(lambda: self._reading(self._without_first_labels(), self._schema, came=True))
+        lost = bool(self._table.behind[self._probe.rows].any())
+        same = self._passes.difference(without, whole, self._limit)[0] <= self._limit
+        if judged.status is _Status.ROLLED and lost and same:
+            return replace(judged, status=_Status.DECLARATION, matching=self._shift_bits(1))
+        return judged
+
+    def _without_first_labels(self) -> Any:
+        rows = np.flatnonzero(self._table.behind)
+        column = self._table.start[rows, AXES.index(self._schema.labels_axis)]
+
+        def change(path: str, leaf: Any) -> Any:
+            if path != self._schema.labels:
+                return leaf
+            leaf = leaf.clone()
+            index = (torch.as_tensor(each, device=leaf.device) for each in (rows, column))
+            leaf[tuple(index)] = self._config.ignore_index
+            return leaf
+
+        return map_leaves(self._batch, change, self._schema.fields)
+
+    def _shift_bits(self, shift: int) -> int:
+        """The declaration that only changes the shift, as a bit."""
+        declarations = enumerate(_declarations(self._config, self._schema))
+        return sum(1 << index for index, changes in declarations if changes == {"label_shift": shift})
+
+    def _without_padding(self, judged: _Verdict) -> _Verdict:
+        """Whether a row is the same with its padding behind it and without, where nothing else has shown it."""
+        open_ = judged.status in (_Status.ROLLED, _Status.COUPLED) or (
+            judged.status is _Status.EXACT and not self._shows_padding
+        )
+        row = padded_row(self._table, self._probe.rows)
+        asked = open_ and row is not None and not self._is_joint and not self.is_packed
+        if not self._any(asked):
+            return judged
+        row = int(self._probe.rows[0]) if row is None else row
+        trimmed, padded = (one_row(self._schema, self._table, row, self._config, wide) for wide in (False, True))
+        pair = self._together(lambda: (self._passes.of([trimmed]), self._passes.of([padded])))
+        size = self._passes.largest(pair[0])
+        value, where = self._passes.difference(pair[1], pair[0], self._limit)
+        if not asked or not 0 < size < np.inf or value <= self._limit or self._passes.drew:
+            return judged
+        if self._limit >= _HALF_LIMIT and value <= _MOST_FLIPPED and has_experts(self._module):
+            return replace(judged, status=max(judged.status, _Status.ROUTING), difference=value, parameter=where)
+        return replace(judged, status=_Status.PADDING, difference=value, parameter=where)
+
+    @property
+    def _shows_padding(self) -> bool:
+        """Whether the split has taken padding away that the rows came with."""
+        came = self._probe.came.widths
+        return any(mine < theirs for part in self._probe.parts for mine, theirs in zip(part.widths, came, strict=True))
+
+    def _tell_first(self, judged: _Verdict, found: Sketches) -> None:
+        """Finds out whether the other answer about labels on first tokens would have been another gradient here."""
+        fine = judged.status in (_Status.EXACT, _Status.ROLLED)
+        if self.subtracts_lost:
+            self._tells_first = fine and bool(self._table.behind[self._probe.rows].any())
+            return
+        asks = not self._is_joint and not self.is_packed and self._config.loss_reduction == "token-mean"
+        has_any = len(self._table.first_weight) > 0 and bool(self._table.first_weight[self._probe.rows].any())
+        if not self._any(asks and has_any):
+            return
+        weights = _weights(self._table, self._probe.groups, "token-mean")
+        table = _measured(self._batch, self._schema, self._config, {"label_shift": int(self._table.shift == 0)})
+        if table.weight[self._probe.rows].sum() > 0:
+            weights = _weights(table, self._probe.groups, "token-mean")
+        other = self._together(lambda: self._passes.split(weights))
+        apart = self._passes.difference(other, found, self._limit)[0]
+        self._tells_first = fine and has_any and not apart <= self._limit
 
     def _any(self, flag: bool) -> bool:
         """Whether it holds on any rank."""
@@ -303,7 +550,8 @@ class _Check:
         bits = int(np.float64(judged.difference).view(np.int64))
         tells = self._is_joint or self.is_packed or tells_reductions(self._table, self._probe.groups, self._limit)
         place = names.index(judged.parameter) if judged.parameter in names else 0
-        table = self._exchange([int(judged.status), judged.matching, bits, place, int(tells)])
+        said = [int(judged.status), judged.matching, bits, place, int(tells), int(self._tells_first)]
+        table = self._exchange(said)
         worst = int(table[:, 0].argmax())
         if table[worst, 0] == _Status.EXACT:
             worst = int(table[:, 2].view(np.float64).argmax())
@@ -317,7 +565,8 @@ class _Check:
         told = status in (_Status.EXACT, _Status.ROLLED)
         untellable = status in (_Status.RANDOM, _Status.ROUTING)
         final = untellable or (told and bool(table[:, 4].any()))
-        return Outcome(value, told, final, untellable or status is _Status.ROLLED, words)
+        tells_first = told and bool(table[:, 5].any())
+        return Outcome(value, told, final, untellable or status is _Status.ROLLED, words, tells_first)
 
     def _words(self, status: _Status, matching: int, value: float, parameter: str) -> str:
         n, way = len(self._probe.rows), "split" if not self._is_joint else "joint"
@@ -334,9 +583,10 @@ class _Check:
             return f"{way} gradients of {n} rows are the un-split ones (relative difference {value:.1e})"
         if status is _Status.ROLLED:
             lost = "labels on first tokens of left-padded rows are gone, or " if self._table.lost_targets else ""
+            known = ". Rolled, each row is trained as it is without padding" if self._knows_rows else ""
             return (
                 f"rolling left padding changes gradients (relative difference {value:.2g}): {lost}this model reads "
-                "padding, or counts positions by column. Rolled, each row is trained as it is without padding"
+                f"padding, or counts positions by column{known}"
             )
         if status is _Status.RANDOM:
             return (
@@ -356,24 +606,65 @@ class _Check:
                 "different tokens: it seems to leave out prompts, not padding. Give a mask of all real tokens "
                 f"(mask_key), and keep what carries loss in {self._config.labels_key!r} or loss_mask_key"
             )
+        if status is _Status.COLUMNS:
+            chosen = [option for k, option in enumerate(self._alternatives) if not matching or matching >> k & 1]
+            if matching:
+                return (
+                    f"{differs}The roll makes the difference, and it is gone if {_listed(chosen)}: declare "
+                    f"{_as_schema(chosen)}"
+                )
+            return (
+                f"{differs}The roll makes the difference, and whether numbers of columns have a part in it cannot be "
+                f"told: they may be in {', '.join(repr(path) for path, _ in chosen)}. Declare each in batch_schema: "
+                "'column' if its values are columns of the padded batch, else 'row'"
+            )
+        if status is _Status.PADDING:
+            return (
+                f"{differs}A row with padding behind it is trained otherwise than without: the model or the loss reads "
+                "padding (a normalisation or a mean over all columns, a backward recurrence without packed sequences, "
+                f"a mask that is not passed on). Have it leave out padding by the mask, or {self.advice.off}"
+            )
         if status is _Status.DECLARATION:
             candidates = enumerate(_declarations(self._config, self._schema))
             choices = " or ".join(_options(changes) for index, changes in candidates if matching >> index & 1)
             told = "" if " or " not in choices else " (these rows do not tell which)"
-            return f"{differs}{_declared(self._config)} is not what the training step does: set {choices}{told}"
+            return f"{differs}{self._declared} is not what the training step does: set {choices}{told}"
         if status is _Status.WEIGHTS:
             return (
-                f"{differs}The loss weighs rows in another way than {_declared(self._config)} says. If the batch tells "
+                f"{differs}The loss weighs rows in another way than {self._declared} says. If the batch tells "
                 "their weights, give loss_reduction=function of the batch that returns them, (rows,), or a "
-                "loss_mask_key. If the model's outputs do (a softmax over rows), the loss couples rows: mode='joint'"
+                "loss_mask_key. If the model's outputs do (a softmax over rows), the loss couples rows. "
+                f"{self.advice.coupled}"
             )
         couples = f"{differs}No weights of the micro-batches would match: the loss or the model couples rows "
         if self._is_joint:
-            return f"{couples}inside of the model, or returns what cannot be chunked: use enabled=False"
+            return f"{couples}inside of the model, or returns what cannot be chunked: {self.advice.off}"
         return (
-            f"{couples}(in-batch negatives, a quantile over the batch, a balance loss of experts), or reads padding. "
-            "Run the model in chunks with mode='joint', or use enabled=False"
+            f"{couples}(in-batch negatives, a quantile over the batch, a balance loss of experts, two terms that are "
+            f"reduced in different ways). {self.advice.coupled}"
         )
+
+    @property
+    def _declared(self) -> str:
+        if self.advice.reduction is None:
+            return _declared(self._config)
+        return f"{self.advice.reduction} with label_shift={self._table.shift}"
+
+
+def _listed(options: Sequence[tuple[str, Field]]) -> str:
+    """What alternatives say of their entries."""
+    columns = [repr(path) for path, field in options if field.kind == "column"]
+    rows = [repr(path) for path, field in options if field.kind == "row"]
+    said = [f"the numbers of columns in {', '.join(columns)} move with their rows"] if columns else []
+    said += [f"{', '.join(rows)} stay as they are (their names say columns)"] if rows else []
+    return " and ".join(said)
+
+
+def _as_schema(options: Sequence[tuple[str, Field]]) -> str:
+    def declared(field: Field) -> str:
+        return repr(field.kind) if field.axis == "input" else f"Field({field.kind!r}, axis={field.axis!r})"
+
+    return "batch_schema={" + ", ".join(f"{path!r}: {declared(field)}" for path, field in options) + "}"
 
 
 def _weights(table: RowTable, groups: Sequence[Ints], reduction: object) -> list[float]:

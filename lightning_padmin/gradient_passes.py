@@ -65,6 +65,18 @@ class Passes(ABC):
         """Un-split, rolled and trimmed."""
         return self._run([self._probe.whole])
 
+    def through(self, context: Context) -> Sketches:
+        """Un-split, as the rows came, inside of a context of the caller's."""
+        return self._run([self._probe.came], within=context)
+
+    @abstractmethod
+    def of(self, slots: Sequence[SlotMap], weights: Sequence[float] = (1.0,)) -> Sketches:
+        """The weighted sum over other slot maps, un-split each."""
+
+    def read_as(self, batch: Any, schema: Schema) -> None:
+        """Further passes are of this batch, read by this schema."""
+        self._batch, self._schema = batch, schema
+
     @abstractmethod
     def split(self, weights: Sequence[float]) -> Sketches:
         """The weighted sum of the two groups; joint: un-split, with the model running in chunks."""
@@ -119,6 +131,10 @@ class Passes(ABC):
 class LocalPasses(Passes):
     """Every rank holds all parameters, and none takes part in another's passes."""
 
+    def of(self, slots: Sequence[SlotMap], weights: Sequence[float] = (1.0,)) -> Sketches:
+        """See `Passes.of`."""
+        return combine([self._run([each]) for each in slots], weights)
+
     def split(self, weights: Sequence[float]) -> Sketches:
         """See `Passes.split`; other weights need no other pass."""
         if self._joint is not None:
@@ -152,6 +168,10 @@ class ShardedPasses(Passes):
     def __init__(self, *arguments: Any, exchange: Exchange) -> None:
         super().__init__(*arguments)
         self._exchange = exchange
+
+    def of(self, slots: Sequence[SlotMap], weights: Sequence[float] = (1.0,)) -> Sketches:
+        """See `Passes.of`."""
+        return self._run(slots, weights)
 
     def split(self, weights: Sequence[float]) -> Sketches:
         """See `Passes.split`."""

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_padmin.columns import has_ends, moved, moved_item
 from lightning_padmin.errors import BatchError
 from lightning_padmin.fields import AXES, Axis, Field, Schema
 from lightning_padmin.rows import RowTable
@@ -84,7 +85,7 @@ class SlotMap:
 
         Args:
             tensor: the caller's tensor, rows in `field.row_dim`; it is only read.
-            field: kind `"row"`, `"position"` or `"static"`.
+            field: kind `"row"`, `"position"`, `"column"` or `"static"`.
 
         Returns:
             n in place of B, W in place of L; the tensor itself for a static entry.
@@ -101,6 +102,8 @@ class SlotMap:
         rows = _kept(indices, ("rows", tensor.device), lambda: torch.as_tensor(self.rows, device=tensor.device))
         if field.kind == "row":
             return _select(tensor, field.row_dim, rows)
+        if field.kind == "column":
+            return self._columns(_select(tensor, field.row_dim, rows), field)
         start, _, width, source = self._axis(field.axis)
         if not start.any() and width <= source:
             for dim in field.position_dims:
@@ -113,6 +116,14 @@ class SlotMap:
             for dim in field.position_dims:
                 taken.narrow(dim, source, width - source).fill_(field.fill)
         return self._continued(taken, field)
+
+    def _columns(self, values: Tensor, field: Field, ends: bool = True) -> Tensor:
+        """Numbers of columns of the rows taken; see `columns`."""
+        start, length, _, source = self._axis(field.axis)
+        if not start.any():
+            return values
+        first, span = (torch.as_tensor(each, device=values.device) for each in (start, length))
+        return moved(values.movedim(field.row_dim, 0), first, span, source, ends).movedim(0, field.row_dim).contiguous()
 
     def _gather(self, tensor: Tensor, field: Field, rows: Tensor, indices: dict[Any, Tensor]) -> Tensor:
         start, _, width, source = self._axis(field.axis)
@@ -168,6 +179,8 @@ class SlotMap:
                 return leaf
             if field.kind == "unit":
                 return _take_items(leaf, unit_index(self.units[path], self.rows))
+            if field.kind == "column":
+                return self._take_columns(path, leaf, field)
             if isinstance(leaf, Tensor):
                 return self._take(leaf, field, indices)
             if field.kind == "row":
@@ -175,6 +188,16 @@ class SlotMap:
             return self._take(readable(leaf), field, indices).numpy().astype(leaf.dtype, copy=False)
 
         return map_leaves(batch, take, schema.fields)
+
+    def _take_columns(self, path: str, leaf: Any, field: Field) -> Any:
+        taken = _take_items(leaf, self.rows, field.row_dim)
+        if isinstance(taken, Tensor):
+            return self._columns(taken, field, has_ends(path))
+        if isinstance(taken, np.ndarray):
+            return self._columns(readable(taken), field, has_ends(path)).numpy().astype(taken.dtype, copy=False)
+        start, length, _, source = self._axis(field.axis)
+        rows = zip(taken, start.tolist(), length.tolist(), strict=True)
+        return type(leaf)([moved_item(item, first, span, source, has_ends(path)) for item, first, span in rows])
 
     def restore(self, tensor: Tensor, first_column: int = 0, fill: float = 0, axis: Axis = "input") -> Tensor:
         """An output (n, W', ...) of the micro-batch in the batch's layout (n, L, ...), its rows in `rows`' order.

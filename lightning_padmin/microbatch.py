@@ -62,9 +62,14 @@ class MicroBatcher:
         gate: decides whether rows are packed; without one they are padded.
         may_pack: False while it is not known whether the training step takes packs; see `may_pack` below.
         packs_inside: whole batches are only read here; what is packed are the calls of models inside.
+        subtracts_lost: labels on first tokens behind padding are subtracted from what the loss is divided by.
+        other_masks: what to do with masks of other sequences, in the adapter's words; None: nothing is trimmed by
+            this one, so that they need not fit.
 
     Attributes:
         may_pack: whether rows are packed once the gate says so.
+        shows_first: whether in the batch that was read last, on some rank, rows weigh more or less in the loss
+            according to whether it takes labels on first tokens.
 
     Raises:
         ConfigError: `layout="pack"` without a gate, so that nobody has looked whether the model leaks.
@@ -83,7 +88,10 @@ class MicroBatcher:
         gate: PackGate | None = None,
         may_pack: bool = True,
         packs_inside: bool = False,
+        subtracts_lost: bool = False,
+        other_masks: str | None = "",
     ) -> None:
+        self.shows_first, self._subtracts_lost, self._other_masks = False, subtracts_lost, other_masks
         self.may_pack, self._packs_inside, self._is_packable = may_pack, packs_inside, False
         self.config, self.encoder_decoder = as_config(config), encoder_decoder
         if gate is None and self.config.layout == "pack":
@@ -132,6 +140,7 @@ class MicroBatcher:
         agreed = self._exchange(self._message(local, error))
         raise_together(error, agreed[:, 0])
         assert local is not None
+        self.shows_first = bool(agreed[:, 6].any())
         schema, table, plan = local
         return self._assemble(batch, schema, table, plan, agreed)
 
@@ -165,17 +174,26 @@ class MicroBatcher:
             self._is_packable = self._may_be_packed(*local)
         except Exception as caught:
             error = caught
-        raise_together(error, self._exchange([_code(error)])[:, 0])
+        agreed = self._exchange([_code(error), 0 if local is None else self._has_first(local[2])])
+        raise_together(error, agreed[:, 0])
         assert local is not None
+        self.shows_first = bool(agreed[:, 1].any())
         return local
 
+    def _has_first(self, table: RowTable) -> int:
+        """1 where the batch has labels on first tokens, and whether the loss takes them matters."""
+        if self._subtracts_lost:
+            return int(table.behind.any())
+        return int(self.config.loss_reduction == "token-mean" and bool((table.first_weight > 0).any()))
+
     def _message(self, local: tuple[Schema, RowTable, Plan] | None, error: Exception | None) -> list[int]:
-        """Error code, micro-batches, slots, row weight (a float64's bits), slots of the largest, lost targets."""
+        """Error code, micro-batches, slots, row weight (a float64's bits), largest slots, lost targets, first."""
         if local is None:
-            return [_code(error), 0, 0, 0, 0, 0]
+            return [_code(error), 0, 0, 0, 0, 0, 0]
         _, table, plan = local
         total = np.float64(table.weight.sum()).view(np.int64)
-        return [0, len(plan), plan.slots, int(total), int(plan.slots_per_group.max()), table.lost_targets]
+        largest = int(plan.slots_per_group.max())
+        return [0, len(plan), plan.slots, int(total), largest, table.lost_targets, self._has_first(table)]
 
     def read(self, batch: Any) -> tuple[Schema, RowTable]:
         """Schema and row table of a batch; raises PadMinError for one that cannot be understood."""
@@ -202,6 +220,7 @@ class MicroBatcher:
             ignore_index=config.ignore_index,
             label_shift=config.label_shift,
             loss_reduction=config.loss_reduction,
+            other_masks=self._other_masks,
         )
         longest = math.ceil(int(table.length.max()) / config.pad_to_multiple_of) * config.pad_to_multiple_of
         if self._row_limit is not None and longest > self._row_limit:
@@ -379,9 +398,11 @@ class MicroBatcher:
         """Weight and share of each micro-batch; see `MicroBatches`."""
         is_real = np.arange(len(groups)) < real
         total = table.weight.sum()
-        if total == 0:
+        if total == 0:  # what else the loss holds (a penalty) counts, as rows of the batch do
             rows = np.array([len(group) for group in groups]) * is_real
-            return np.zeros(len(groups)), rows / rows.sum()
+            shares = rows / rows.sum()
+            others = self.config.normalize == "global" and bool(agreed[:, 3].view(np.float64).any())
+            return (np.zeros(len(groups)) if others else shares), shares
         own = np.array([table.weight[group].sum() for group in groups]) * is_real
         shares = own / total
         if self.config.loss_reduction == "sum":
@@ -395,7 +416,10 @@ class MicroBatcher:
         if plan.notice:
             self._once(plan.notice)
         if not table.has_loss:
-            self._once("a batch has no loss tokens at all: its loss is 0 and it moves nothing")
+            self._once(
+                "a batch has no loss tokens at all: a mean over them is 0/0 or 0, and what else its loss holds (a "
+                "penalty, say) counts as in the whole batch"
+            )
         if table.lost_targets:
             self._once(
                 f"{table.lost_targets} left-padded rows of a batch have a label on their first real token. Left "
@@ -418,8 +442,8 @@ def _code(error: Exception | None) -> int:
 def iter_micro_batches(batch: Any, config: PadMinConfig | None = None) -> Iterator[MicroBatch]:
     """The micro-batches of one batch in one process; unpack each as `micro, weight`.
 
-    A mean loss over a batch without any loss token is 0/0, with or without this library: the weights are 0 then, and
-    a loss that is not finite is best skipped.
+    A mean loss over a batch without any loss token is 0/0, with or without this library: the weights are shares of its
+    rows then (`micro.has_loss` is False), and a loss that is not finite is best skipped.
 
     Example:
         >>> for micro, weight in iter_micro_batches(batch, PadMinConfig(token_budget=8192)):

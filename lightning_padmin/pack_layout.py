@@ -200,7 +200,12 @@ def refuse_unpackable(batch: Any, schema: Schema, table: RowTable) -> None:
         if entry.kind == "unit" or (entry.kind == "position" and len(entry.position_dims) > 1):
             raise BatchError(f"layout='pack': {path!r} cannot be packed ({entry.kind}): {fix}")
     for path, leaf in iter_leaves(batch, schema.fields):
-        row = schema.fields.get(path, Field("static")).kind == "row"
+        kind = schema.fields.get(path, Field("static")).kind
+        if kind == "column":
+            raise BatchError(
+                f"layout='pack': {path!r} holds numbers of columns, and a pack has other columns than the batch: {fix}"
+            )
+        row = kind == "row"
         if row and isinstance(leaf, Tensor | np.ndarray):
             raise BatchError(
                 f"layout='pack': {path!r} has one value per row, and a pack has one row of many documents: give it one "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_padmin.columns import has_ends, widened, widened_item
 from lightning_padmin.errors import BatchError
 from lightning_padmin.fields import AXES, Field, Schema
 from lightning_padmin.tree import iter_leaves, map_leaves
@@ -42,6 +43,13 @@ def pool(batches: Sequence[Any], schemas: Sequence[Schema]) -> Any:
     def join(path: str, _: Any) -> Any:
         parts = [each[path] for each in leaves]
         field = fields.get(path, Field("static"))
+        if field.kind == "column":
+            k = AXES.index(field.axis)
+            pairs = zip(parts, leaves, schemas, strict=True)
+            parts = [
+                _columns(path, part, field, _ends(each, schema, k), schema.widths[k], widths[k])
+                for part, each, schema in pairs
+            ]
         return _joined(path, parts, field, widths)
 
     return map_leaves(batches[0], join, fields)
@@ -65,6 +73,29 @@ def _joined(path: str, parts: list[Any], field: Field, widths: Sequence[int]) ->
             return np.concatenate(wide, axis=field.row_dim)
         return np.concatenate(parts, axis=field.row_dim)
     return type(parts[0])([item for part in parts for item in part])
+
+
+def _columns(path: str, leaf: Any, field: Field, ends: Tensor | None, width: int, wider: int) -> Any:
+    """Columns of a batch among those of a wider one: marks of no column, which lie beyond its width, still do."""
+    if width == wider:
+        return leaf
+    ends = ends if has_ends(path) else None
+    if isinstance(leaf, Tensor):
+        return widened(leaf.movedim(field.row_dim, 0), ends, width, wider).movedim(0, field.row_dim)
+    if isinstance(leaf, np.ndarray):
+        values = torch.from_numpy(leaf.astype(np.int64)).movedim(field.row_dim, 0)
+        return widened(values, ends, width, wider).movedim(0, field.row_dim).numpy().astype(leaf.dtype)
+    rows = zip(leaf, [None] * len(leaf) if ends is None else [ends[k : k + 1] for k in range(len(leaf))], strict=True)
+    return type(leaf)([widened_item(item, end, width, wider) for item, end in rows])
+
+
+def _ends(leaves: Mapping[str, Any], schema: Schema, k: int) -> Tensor | None:
+    """(B,) where each row's last real token ends; None where no mask says so."""
+    path = (schema.mask, schema.decoder_mask)[k]
+    if path is None:
+        return None
+    real: Tensor = leaves[path] != 0
+    return real.shape[1] - real.flip(1).int().argmax(dim=1)
 
 
 def _widened(path: str, tensor: Tensor, field: Field, width: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_padmin.columns import as_table, in_front
 from lightning_padmin.errors import BatchError
 from lightning_padmin.fields import AXES, Schema
 from lightning_padmin.tree import iter_leaves, last_part
@@ -36,6 +37,11 @@ class RowTable:
         by_token: whether loss tokens are positions, so that a mean over them is another than one over rows.
         lost_targets: rows whose first real token has a label that was predicted from a pad and is gone once rolled.
         units: path of each unit entry -> (B,) int64, how many of its slices each row has.
+        first_weight: (B,) float64, what a label on each row's first real token weighs in the loss, whatever the shift;
+            0 where there is none. Only a loss that does not shift labels takes it.
+        behind: (B,) bool, rows whose first real token has such a label and stands behind padding: a loss that shifts
+            labels loses it by the roll.
+        shift: how many labels at the beginning of a row are predicted from before it.
     """
 
     start: NDArray[np.int64]
@@ -48,6 +54,9 @@ class RowTable:
     by_token: bool = True
     lost_targets: int = 0
     units: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    first_weight: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    behind: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    shift: int = 1
 
     def __len__(self) -> int:
         return len(self.length)
@@ -71,6 +80,7 @@ def measure(
     ignore_index: int = -100,
     label_shift: int | None = None,
     loss_reduction: str | Callable[[Any], Tensor] = "token-mean",
+    other_masks: str | None = "",
 ) -> RowTable:
     """The row table of a batch.
 
@@ -85,11 +95,13 @@ def measure(
         ignore_index: label without loss.
         label_shift: 1 if the loss shifts labels by one; None: 1 on the input axis, 0 on the decoder axis.
         loss_reduction: `"token-mean"`, `"row-mean"`, `"sum"`, or a function batch -> (B,) of non-negative weights.
+        other_masks: what a user can do about the mask of another sequence, besides declaring it `"row"`; None: such
+            masks may lie as they like, since nothing is trimmed.
 
     Raises:
         BatchError: a mask of zeros or with negative values, labels or loss mask outside of a row's span, no labels
-            where tokens must be counted, weights that are not (B,), finite and non-negative, or units whose number
-            is not what the batch says.
+            where tokens must be counted, weights that are not (B,), finite and non-negative, columns of padding in
+            front of a row, or units whose number is not what the batch says.
     """
     leaves = dict(iter_leaves(batch, schema.fields))
     shift = label_shift if label_shift is not None else int(schema.labels_axis == "input")
@@ -102,11 +114,17 @@ def measure(
         columns |= {f"{axis}_start": span.start, f"{axis}_length": span.length, f"{axis}_real": span.real}
         columns[f"{axis}_malformed"] = span.malformed
     columns |= _loss_columns(leaves, schema, spans[AXES.index(schema.labels_axis)], ignore_index, shift)
-    columns["other_mask_outside"] = _other_masks_outside(leaves, schema, spans[0])
+    columns |= _other_masks_outside(leaves, schema, spans[0])
+    for path, entry in schema.fields.items():
+        if entry.kind == "column":
+            k = AXES.index(entry.axis)
+            columns[f"column {path}"] = in_front(
+                as_table(leaves[path], entry.row_dim), spans[k].start, schema.widths[k]
+            )
     if not isinstance(loss_reduction, str):
         columns["weight"] = _user_weight(loss_reduction, batch, schema.rows)
     table, counting = _to_host(leaves[schema.mask].device, columns, counting_entries(leaves, schema))
-    _validate(table, schema, ignore_index, loss_reduction)
+    _validate(table, schema, ignore_index, loss_reduction, other_masks)
     ones = np.ones(schema.rows)
     weights = {"token-mean": table["loss_weight"], "row-mean": ones, "sum": ones}
     return RowTable(
@@ -120,6 +138,9 @@ def measure(
         by_token=schema.loss_mask is not None or (schema.labels is not None and _along_positions(schema)),
         lost_targets=int((table["lost"] > 0).sum()),
         units=units_per_row(leaves, schema, counting),
+        first_weight=table["first_weight"],
+        behind=table["behind"] > 0,
+        shift=shift,
     )
 
 
@@ -166,30 +187,32 @@ def _decoder_span(leaves: Mapping[str, Any], schema: Schema, ignore_index: int) 
     return _Span.until_last(_carries(leaves[str(schema.labels)], ignore_index))
 
 
-def _other_masks_outside(leaves: Mapping[str, Any], schema: Schema, span: _Span) -> Tensor:
-    """(B,) tokens that another `attention_mask` of the batch attends to but the trim would drop."""
-    outside = torch.zeros_like(span.start)
+def _other_masks_outside(leaves: Mapping[str, Any], schema: Schema, span: _Span) -> dict[str, Tensor]:
+    """(B,) tokens that each other `attention_mask` of the batch attends to but the trim would drop."""
+    outside = {}
     for path in _other_masks(schema):
         mask = leaves[path]
         if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_floating_point():  # others may be additive
-            outside += ((mask != 0) & ~span.inside).sum(dim=1)
+            outside[f"other {path}"] = ((mask != 0) & ~span.inside).sum(dim=1)
     return outside
 
 
 def _other_masks(schema: Schema) -> list[str]:
-    named = [path for path in schema.fields if last_part(path) == "attention_mask" and path != schema.mask]
-    return [path for path in named if schema.fields[path].kind == "position"]
+    roles = (schema.mask, schema.decoder_mask, schema.loss_mask)
+    named = [path for path in schema.fields if last_part(path) == "attention_mask" and path not in roles]
+    return [path for path in named if (schema.fields[path].kind, schema.fields[path].axis) == ("position", "input")]
 
 
 def _loss_columns(
     leaves: Mapping[str, Any], schema: Schema, span: _Span, ignore_index: int, shift: int
 ) -> dict[str, Tensor]:
     """Loss tokens, their weight, and what would be lost or is misplaced, (B,) each."""
-    names = ("loss_tokens", "loss_weight", "lost", "labels_outside", "loss_mask_outside", "loss_mask_malformed")
+    names = [*("loss_tokens", "loss_weight", "lost", "first_weight", "behind")]
+    names += ["labels_outside", "loss_mask_outside", "loss_mask_malformed"]
     columns = dict.fromkeys(names, torch.zeros_like(span.start))
     labels = leaves[schema.labels] if schema.labels is not None else None
     loss_mask = leaves[schema.loss_mask] if schema.loss_mask is not None else None
-    if labels is not None and schema.fields[str(schema.labels)].kind == "row":  # classification: targets per row
+    if labels is not None and not _along_positions(schema):  # classification: targets per row
         if loss_mask is None:
             by_row = labels.movedim(schema.fields[str(schema.labels)].row_dim, 0).reshape(schema.rows, -1)
             columns["loss_tokens"] = columns["loss_weight"] = _carries(by_row, ignore_index).sum(dim=1)
@@ -212,9 +235,13 @@ def _loss_columns(
     first = span.start[:, None] + torch.arange(min(shift, width), device=selected.device)
     early = selected.gather(1, first.clamp(max=width - 1)) & (first < width)
     columns["loss_tokens"] = columns["loss_weight"] = selected.sum(dim=1) - early.sum(dim=1)
+    columns["first_weight"] = selected.gather(1, span.start[:, None])[:, 0]
     if loss_mask is not None:
+        of_first = loss_mask.gather(1, span.start[:, None])[:, 0]
+        columns["first_weight"] = columns["first_weight"] * of_first.to(_host_dtype(loss_mask.device))
         counted = selected.scatter(1, first.clamp(max=width - 1), False) if shift else selected
         columns["loss_weight"] = (loss_mask.to(_host_dtype(loss_mask.device)) * counted).sum(dim=1)
+    columns["behind"] = (columns["first_weight"] > 0) & (span.start > 0)
     # A target in the first column of the batch was never trained; one behind leading pads was, from a pad.
     columns["lost"] = (early & (first >= shift)).sum(dim=1)
     return columns
@@ -253,7 +280,11 @@ def _host_dtype(device: torch.device) -> torch.dtype:
 
 
 def _validate(
-    table: Mapping[str, NDArray[np.float64]], schema: Schema, ignore_index: int, loss_reduction: object
+    table: Mapping[str, NDArray[np.float64]],
+    schema: Schema,
+    ignore_index: int,
+    loss_reduction: object,
+    other_masks: str | None,
 ) -> None:
     """Raises BatchError for values that cannot be right."""
     for axis, path in (("input", schema.mask), ("decoder", schema.decoder_mask)):
@@ -270,12 +301,20 @@ def _validate(
     for flag, path, mask, fix in (
         ("labels_outside", schema.labels, spanning, f"set them to {ignore_index}"),
         ("loss_mask_outside", schema.loss_mask, spanning, "set them to 0"),
-        ("other_mask_outside", ", ".join(_other_masks(schema)), schema.mask, "set them to 0"),
     ):
         if table[flag].any():
             raise BatchError(
                 f"{path!r} is set on {int(table[flag].sum())} padding slots (first in row {_first(table[flag])}), "
                 f"which trimming would drop: {fix}, or fix the mask {mask!r}"
+            )
+    for path in _other_masks(schema) if other_masks is not None else ():
+        flags = table.get(f"other {path}")
+        if flags is not None and flags.any():
+            raise BatchError(
+                f"{path!r} is set on {int(flags.sum())} slots that are padding by {schema.mask!r} (first in row "
+                f"{_first(flags)}), and trimming would drop them. It looks like the mask of another sequence: declare "
+                f"batch_schema={{{(path.rpartition('.')[0] or path)!r}: 'row'}}, so that it goes with its rows as it is"
+                f"{other_masks}. If both are masks of one sequence, mend the one that is wrong"
             )
     if table["loss_mask_malformed"].any():
         row = _first(table["loss_mask_malformed"])
@@ -292,6 +331,14 @@ def _validate(
             f"labels_key; if every attended token carries loss, set loss_mask_key={schema.mask!r}. Change "
             "loss_reduction only if the loss is reduced that way ('row-mean', 'sum' or a function batch -> weights)"
         )
+    for path, entry in schema.fields.items():
+        if entry.kind == "column" and (table[f"column {path}"] >= 0).any():
+            row = int(np.flatnonzero(table[f"column {path}"] >= 0)[0])
+            raise BatchError(
+                f"{path!r} of row {row} is {int(table[f'column {path}'][row])}, and that row begins at column "
+                f"{int(table[f'{entry.axis}_start'][row])}: it points at padding, which is removed. Give columns of "
+                f"the padded batch; if its values are no columns, declare batch_schema={{{path!r}: 'row'}}"
+            )
     if "weight" in table and not (np.isfinite(table["weight"]).all() and (table["weight"] >= 0).all()):
         raise BatchError(
             f"the loss_reduction function returned {table['weight'].tolist()}: expected finite weights >= 0"

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_padmin.columns import KNOWN as _COLUMNS
+from lightning_padmin.columns import holds_integers
 from lightning_padmin.errors import SchemaError
 from lightning_padmin.fields import AXES, Axis, Field, Fill, Kind, Schema, parse_field
 from lightning_padmin.shapes import check_plain, check_shape, with_owner
@@ -101,12 +103,14 @@ def infer_schema(
     present = [path for path, leaf in found.leaves.items() if leaf is not None]
     fields = {path: found.field(path, roles, pad_token_id) for path in present}
     for path, (axis, _) in roles.items():
-        if path != along or fields[path].kind != "row":
+        if path != along or fields[path].kind not in ("row", "column"):
             check_plain(path, found.leaves[path], fields[path], axis)
     fields = {path: with_owner(path, fields) for path in fields}
     check_rebuildable(batch, fields)
     widths = (found.width,) if found.decoder_width is None else (found.width, found.decoder_width)
-    return Schema(fields, found.rows, widths, mask, decoder_mask, labels, loss_mask, found.row_shapes)
+    by_row = {path for path in fields if fields[path].kind in ("row", "column")}
+    guessed = frozenset(by_row - {*found.declared, labels})
+    return Schema(fields, found.rows, widths, mask, decoder_mask, labels, loss_mask, found.row_shapes, guessed)
 
 
 def _check_holds(path: str, leaf: Any, pad_token_id: int) -> None:
@@ -179,7 +183,9 @@ class _Inference:
             return None
         path = find_path(key, tuple(self.leaves), "labels_key")
         if path in self.declared:
-            countable = isinstance(self.leaves[path], torch.Tensor) and self.declared[path].kind in ("row", "position")
+            countable = isinstance(self.leaves[path], torch.Tensor) and self.declared[path].kind in (
+                *("row", "column", "position"),
+            )
             return path if countable else None  # declared as something else: class names, say
         path = self.role("labels_key", key)
         if path is None and key != "labels" and key not in self.leaves:
@@ -239,9 +245,17 @@ class _Inference:
             return self._checked(path, leaf, entry)
         if known is not None:
             return self._positional(path, leaf, *known)
+        if name in _COLUMNS and self._may_hold_columns(leaf):
+            return Field("column")
         if not isinstance(leaf, torch.Tensor | np.ndarray):
             return self._list_or_object(path, leaf)
         return Field("static") if leaf.ndim == 0 else self._tensor(path, leaf)
+
+    def _may_hold_columns(self, leaf: Any) -> bool:
+        """Whether an entry of such a name is what transformers means by it: integers per row, as few as one likes."""
+        if not holds_integers(leaf) or not isinstance(leaf, torch.Tensor | np.ndarray):
+            return holds_integers(leaf) and len(leaf) == self.rows
+        return leaf.ndim > 0 and leaf.shape[0] == self.rows and self.width not in leaf.shape[1:]
 
     def _positional(self, path: str, leaf: Any, axis: Axis, fill: Fill) -> Field:
         name, ndim = last_part(path), getattr(leaf, "ndim", 0)
@@ -290,7 +304,8 @@ class _Inference:
         shape = tuple(leaf.shape)
         declare = (
             f"batch_schema={{{path!r}: 'position'}} if it runs along the sequence, 'row' if "
-            f"it does not, Field('unit', counts=...) if rows have several slices of it (images), or "
+            f"it does not, 'column' if its values are numbers of columns, Field('unit', counts=...) if rows have "
+            f"several slices of it (images), or "
             f"static_keys=[{path!r}] if all rows share it; if it selects loss tokens, loss_mask_key={path!r}"
         )
         if shape[0] != self.rows:

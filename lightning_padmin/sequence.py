@@ -32,6 +32,7 @@ class MicroBatch:
         index: position in the sequence of micro-batches, 0 ... count - 1.
         count: number of micro-batches.
         is_dummy: a zero-weight copy of a row that only keeps this rank in step with others.
+        has_loss: False in a batch without any loss token, over which a mean is 0/0.
     """
 
     batch: Any
@@ -40,6 +41,7 @@ class MicroBatch:
     index: int
     count: int
     is_dummy: bool = False
+    has_loss: bool = True
 
     def __iter__(self) -> Iterator[Any]:
         """Unpacks as `micro, weight`."""
@@ -59,9 +61,10 @@ class MicroBatches(Sequence[MicroBatch]):
         table: the batch's row table.
         stats: what this batch costs before and after, on this rank.
         slot_maps: one per micro-batch, dummies included.
-        weights: (K,) float64, weight of each micro-batch's loss; zeros where the batch has no loss tokens at all.
+        weights: (K,) float64, weight of each micro-batch's loss; shares of the rows where the batch has no loss tokens
+            at all (zeros for a global mean to which other ranks have some).
         shares: (K,) float64, share of each micro-batch in a mean over the batch; sums to 1, 0 for dummies. Unlike
-            the weights also for a summed loss, a global mean, and a batch without loss tokens.
+            the weights also for a summed loss and a global mean.
         grows: memory may not suffice: one of the first batches, or on some rank a micro-batch has more slots than any
             before it.
         lost_targets: targets of all ranks that the roll has taken, see `RowTable`.
@@ -102,11 +105,17 @@ class MicroBatches(Sequence[MicroBatch]):
         if self._meter is not None:
             self._meter.gathered(len(slots), sum(slots.widths))
         batch = self._batch if slots.is_identity else slots.take_batch(self._batch, self.schema)
-        return MicroBatch(batch, float(self.weights[k]), slots.rows, k, len(self), self.is_dummy(k))
+        has_loss = self.table.has_loss
+        return MicroBatch(batch, float(self.weights[k]), slots.rows, k, len(self), self.is_dummy(k), has_loss)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """One after the other. The inherited method would take an IndexError inside of a gather for the end."""
         return (self[k] for k in range(len(self)))
+
+    @property
+    def source(self) -> Any:
+        """The batch that they are of; only read."""
+        return self._batch
 
     def is_dummy(self, k: int) -> bool:
         """Whether micro-batch k is a dummy; without gathering it."""

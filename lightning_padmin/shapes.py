@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_padmin.columns import holds_integers
 from lightning_padmin.errors import SchemaError
 from lightning_padmin.fields import Axis, Field
 from lightning_padmin.tree import find_path
@@ -29,8 +30,10 @@ def check_shape(path: str, leaf: Any, entry: Field, rows: int, widths: Mapping[A
     """
     if entry.kind == "static":
         return entry
-    if isinstance(leaf, list | tuple) and entry.kind in ("row", "unit") and entry.row_dim == 0:
-        if entry.kind == "row" and len(leaf) != rows:
+    if entry.kind == "column":
+        _check_columns(path, leaf, entry, widths)
+    if isinstance(leaf, list | tuple) and entry.kind in ("row", "column", "unit") and entry.row_dim == 0:
+        if entry.kind != "unit" and len(leaf) != rows:
             raise SchemaError(f"{path!r} has {len(leaf)} entries but the batch has {rows} rows")
         return entry
     if not isinstance(leaf, torch.Tensor | np.ndarray):
@@ -57,6 +60,16 @@ def check_shape(path: str, leaf: Any, entry: Field, rows: int, widths: Mapping[A
                 "of an encoder-decoder model: Field('position', axis='decoder')"
             )
     return entry
+
+
+def _check_columns(path: str, leaf: Any, entry: Field, widths: Mapping[Axis, int | None]) -> None:
+    if not holds_integers(leaf):
+        found = leaf.dtype if isinstance(leaf, torch.Tensor | np.ndarray) else type(leaf).__name__
+        raise SchemaError(f"{path!r} is {found}: an entry of kind 'column' holds integers, the numbers of columns")
+    if widths[entry.axis] is None:
+        raise SchemaError(
+            f"{path!r} is declared with axis={entry.axis!r}, but the batch has no such axis to count columns on"
+        )
 
 
 def check_plain(path: str, leaf: torch.Tensor, entry: Field, axis: Axis) -> None:

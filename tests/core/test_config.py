@@ -181,7 +181,7 @@ def test_schemas_from_plain_mappings() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"kind": "column"}, "kind='column'"),
+        ({"kind": "columns"}, "kind='columns'"),
         ({"axis": "output"}, "axis='output'"),
         ({"row_dim": -1}, "row_dim=-1"),
         ({"row_dim": True}, "row_dim=True"),

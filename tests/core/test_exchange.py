@@ -124,7 +124,7 @@ def test_dummies_of_a_rank_without_any_loss_have_a_token() -> None:
     with pytest.warns(PadMinWarning, match="no loss tokens"):
         prepared = prepare_on_ranks([make_batch([8] * 5), light])[1]
     assert all(micro.batch["attention_mask"].any() for micro in prepared if micro.is_dummy)
-    assert prepared.weights.tolist() == [0] * 5
+    assert prepared.weights.tolist() == prepared.shares.tolist()
     assert prepared.shares.sum() == pytest.approx(1)
 
 
@@ -166,6 +166,37 @@ def test_a_global_mean_with_a_rank_that_has_no_loss() -> None:
         prepared = prepare_on_ranks([make_batch([4, 2]), make_batch([3], without_loss=[0])], normalize="global")
     assert prepared[0].weights.sum() == pytest.approx(2)  # times 1/2 for the average over ranks
     assert prepared[1].weights.tolist() == [0] * len(prepared[0])
+
+
+def test_a_global_mean_where_no_rank_has_loss() -> None:
+    batches = [make_batch([4, 2], without_loss=[0, 1]), make_batch([3], without_loss=[0])]
+    with pytest.warns(PadMinWarning, match="no loss tokens"):
+        prepared = prepare_on_ranks(batches, normalize="global")
+    assert [each.weights.sum() for each in prepared] == pytest.approx([1, 1])
+    assert all(micro.weight == 0 for each in prepared for micro in each if micro.is_dummy)
+
+
+@pytest.mark.parametrize("normalize", ["rank", "global"])
+@pytest.mark.filterwarnings("ignore:a batch has no loss tokens")
+def test_a_penalty_of_a_rank_without_loss_counts_as_in_its_whole_batch(normalize: str) -> None:
+    """Mean over ranks of (guarded token mean + per-row penalty): with rank means, rank 1 adds its penalty."""
+    batches = [make_batch([6, 5, 2]), make_batch([7, 3, 3, 2], without_loss=range(4))]
+
+    def loss(batch: dict[str, torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+        valid = batch["labels"][:, 1:] != -100
+        mean = (scale * batch["labels"][:, 1:] * valid).sum() / valid.sum().clamp(min=1)
+        return mean + (scale**2 * batch["attention_mask"].sum(1)).mean() + 3 * scale
+
+    def gradient(parts: Any) -> float:
+        scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+        sum(loss(batch, scale) * weight for batch, weight in parts).backward()
+        return float(scale.grad)  # type: ignore[arg-type]
+
+    prepared = prepare_on_ranks(batches, normalize=normalize)
+    stock, ours = gradient([(batches[1], 1.0)]), gradient(prepared[1])
+    assert len(prepared[1]) > 1
+    assert stock == pytest.approx(3 + 3 * 15 / 4)
+    assert ours == (pytest.approx(stock, rel=1e-12) if normalize == "rank" else 0.0)
 
 
 # --- Errors. ---

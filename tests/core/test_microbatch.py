@@ -289,7 +289,7 @@ def test_a_whole_batch_without_loss(how: str) -> None:
         micro_batches = batcher.prepare(empty)
     assert not micro_batches.table.has_loss
     assert micro_batches.shares.tolist() == pytest.approx([1 / 3, 2 / 3])
-    weights = {"token-mean": [0, 0], "row-mean": [1 / 3, 2 / 3], "sum": [1, 1]}[how]
+    weights = {"token-mean": [1 / 3, 2 / 3], "row-mean": [1 / 3, 2 / 3], "sum": [1, 1]}[how]
     assert micro_batches.weights.tolist() == pytest.approx(weights)
     batcher.prepare(empty)  # told once: a second warning would be an error here
 

@@ -107,8 +107,12 @@ def test_a_second_mask_must_lie_within_the_first() -> None:
         infer_schema(batch)
     keys = {"mask_key": "chosen.attention_mask", "labels_key": "chosen.labels"}
     declared = {"rejected.labels": "position"}
-    with pytest.raises(BatchError, match=r"'rejected.attention_mask' is set on 2 padding slots \(first in row 0\)"):
+    told = r"'rejected.attention_mask' is set on 2 slots that are padding by 'chosen.attention_mask' \(first in row 0\)"
+    with pytest.raises(BatchError, match=told + r".*declare batch_schema=\{'rejected': 'row'\}") as caught:
         compact(batch, PadMinConfig(**keys, batch_schema=declared))
+    assert "to 0" not in str(caught.value), "that would destroy the other sequence"
+    whole = compact(batch, PadMinConfig(**keys, batch_schema={"rejected": "row"})).batch["rejected"]
+    assert all(torch.equal(whole[name], rejected[name]) for name in rejected)
     holes = batch_with(
         padding=batch_with()["attention_mask"], attention_mask=support.make_batch([4, 5, 1], width=6)["attention_mask"]
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
@@ -391,3 +392,82 @@ def test_a_loss_that_draws_random_numbers_runs_as_it_came_and_is_told_of() -> No
         ours = train(Noisy, llama, BUDGET)
     assert max(n for n, _ in ours.shapes[-3:]) == 4
     assert ours.trainer._padmin_pools is None
+
+
+# Labels on first tokens that only later windows have
+
+
+def late_first_labels(first_from: int = 12, count: int = 24) -> list[dict[str, Any]]:
+    """A third of the tokens have labels; from row `first_from` on the first ones too."""
+    dice, made = random.Random(5), []
+    for k in range(count):
+        n = dice.choice((3, 5, 8, 12, 17))
+        ids = [dice.randrange(1, VOCABULARY) for _ in range(n)]
+        chosen = {dice.randrange(1, n) for _ in range(max(1, n // 3))} | ({0} if k >= first_from else set())
+        made.append({"input_ids": ids, "labels": [each if j in chosen else -100 for j, each in enumerate(ids)]})
+    return made
+
+
+def left_padded(samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    return collate(samples, left=True)
+
+
+def masked_bert() -> nn.Module:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes, **dropout))
+
+
+class Aligned:
+    """A sum over num_items_in_batch of targets that line up with the logits, whatever the Trainer takes it for."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs["labels"]
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        flat = outputs.logits.flatten(0, 1), labels.flatten()
+        loss = nn.functional.cross_entropy(*flat, ignore_index=-100, reduction="sum") / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+def run_late(kind: type, make: Any = llama, padmin: dict[str, Any] | None = None, **options: Any) -> Record:
+    config = None if padmin is None else PadMinConfig(token_budget=48, launch_cost=4, pad_token_id=PAD, **padmin)
+    once = {"num_train_epochs": 1, "train_sampling_strategy": "sequential", "max_grad_norm": 0.0}
+    options = once | {"data": late_first_labels(), **options}
+    return train(kind, make, config, **options)
+
+
+def test_first_labels_of_a_mean_over_each_batch() -> None:
+    with pytest.raises(GradientCheckError, match="set label_shift=0") as caught:
+        run_late(Ours, masked_bert, {})
+    assert "mode='joint'" not in str(caught.value)
+    assert apart(run_late(Ours, masked_bert, {"label_shift": 0}), run_late(Trainer, masked_bert)) <= 1e-5
+    assert apart(run_late(Ours, masked_bert, {"check": "off"}), run_late(Trainer, masked_bert)) > 0.01  # the control
+
+
+@pytest.mark.filterwarnings("ignore:.*left-padded rows of a batch have a label")
+@pytest.mark.parametrize("collator", [collate, left_padded])
+def test_first_labels_of_a_sum_over_the_targets_of_the_window(collator: Any) -> None:
+    """Right-padded it is exact whatever is declared; left-padded the Trainer counts the first targets as lost."""
+    kinds = [type("Kind", (Aligned, each), {}) for each in (Trainer, Ours)]
+    stock = run_late(kinds[0], collator=collator)
+    right = run_late(kinds[1], padmin={"label_shift": 0}, collator=collator)
+    assert apart(right, stock) <= 1e-5
+    if collator is collate:
+        assert apart(run_late(kinds[1], padmin={}, collator=collator), stock) <= 1e-5
+        return
+    with pytest.raises(GradientCheckError, match="is not what the training step does: set label_shift=0"):
+        run_late(kinds[1], padmin={}, collator=collator)
+    assert apart(run_late(kinds[1], padmin={"check": "off"}, collator=collator), stock) > 0.01  # the control
+
+
+@pytest.mark.filterwarnings("ignore:.*left-padded rows of a batch have a label")
+def test_first_labels_of_a_causal_loss_are_lost() -> None:
+    """Rolled, its first targets are gone, and the divisor must do without them."""
+    kind = type("Kind", (Ours,), {})
+    right = run_late(Trainer)
+    assert apart(run_late(kind, padmin={}, collator=left_padded), right) <= 1e-4
+    with pytest.raises(GradientCheckError, match="set label_shift=1"):
+        run_late(kind, padmin={"label_shift": 0}, collator=left_padded)
