@@ -16,7 +16,7 @@ from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import PadMinWarning
 from lightning_padmin.fields import Schema
 from lightning_padmin.gradient_check import Outcome, check_gradients
-from lightning_padmin.integrations.lightning_loop import is_sharded, quiet_training_step
+from lightning_padmin.integrations.lightning_loop import has_collective_forwards, is_sharded, quiet_training_step
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.model_proxy import chunked
 from lightning_padmin.pack_check import PackCheck
@@ -97,7 +97,8 @@ class FirstBatchCheck:
                 _say(f"mode {mode}: {outcome.words}", outcome.notable and not (outcome.told and self._corrects))
 
     def _chunked(self) -> AbstractContextManager[Any]:
-        return chunked(self._models, self._config, gate=self._gate)
+        exchange = self._exchange if has_collective_forwards(self._trainer) else None
+        return chunked(self._models, self._config, exchange, self._gate)
 
 
 def pack_gradients(

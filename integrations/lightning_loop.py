@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops import utilities
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -350,6 +350,12 @@ def has_passes_of_its_own(trainer: Trainer) -> bool:
 def is_sharded(trainer: Trainer) -> bool:
     """Whether each rank holds a part of the parameters, so that forward and backward passes are collective."""
     return isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+
+
+def has_collective_forwards(trainer: Trainer) -> bool:
+    """Whether ranks gather parameters together in each forward pass, and must run equally many of these."""
+    is_zero_3 = isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.strategy.zero_stage_3
+    return is_sharded(trainer) or bool(is_zero_3)
 
 
 def has_own_batch(trainer: Trainer) -> bool:
