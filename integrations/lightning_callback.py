@@ -401,7 +401,9 @@ class PadMinCallback(pl.Callback):
 
     @contextmanager
     def _chunked(self, models: dict[str, nn.Module]) -> Iterator[None]:
-        with chunked(models, self.config, gate=self._gate) as calls:
+        assert self._trainer is not None
+        exchange = self._exchange if lightning_loop.has_collective_forwards(self._trainer) else None
+        with chunked(models, self.config, exchange, self._gate) as calls:
             yield
         if not calls:
             self._tell_once(

@@ -17,7 +17,7 @@ from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import PadMinWarning
 from lightning_padmin.fields import Schema
 from lightning_padmin.gradient_check import Advice, Outcome, check_gradients
-from lightning_padmin.integrations.lightning_loop import is_sharded, quiet_training_step
+from lightning_padmin.integrations.lightning_loop import has_collective_forwards, is_sharded, quiet_training_step
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.model_proxy import chunked, transformers_models
 from lightning_padmin.pack_check import PackCheck
@@ -133,10 +133,15 @@ class FirstBatchCheck:
             )
 
     def _chunked(self) -> AbstractContextManager[Any]:
-        return chunked(self._models, self._config, gate=self._gate)
+        return chunked(self._models, self._config, self._chunk_exchange, self._gate)
 
     def _alone(self) -> AbstractContextManager[Any]:
-        return chunked(self._models, replace(self._config, max_rows=1))
+        return chunked(self._models, replace(self._config, max_rows=1), self._chunk_exchange)
+
+    @property
+    def _chunk_exchange(self) -> Exchange | None:
+        """Ranks run equally many chunks where forward passes are collective."""
+        return self._exchange if has_collective_forwards(self._trainer) else None
 
 
 def pack_gradients(

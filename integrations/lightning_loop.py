@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops import utilities
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -27,7 +27,14 @@ from torch.optim import Optimizer
 
 from lightning_padmin.assemble import tensors
 from lightning_padmin.integrations.deepspeed_boundary import accumulation_boundary, find_engine
-from lightning_padmin.integrations.lightning_merge import LogRecorder, MetricGuard, merge_outputs
+from lightning_padmin.integrations.lightning_merge import (
+    LogRecorder,
+    LossMerge,
+    LossNames,
+    MetricGuard,
+    merge_outputs,
+    same_losses,
+)
 from lightning_padmin.memory import MemoryGuard
 from lightning_padmin.microbatch import MicroBatches
 
@@ -83,7 +90,7 @@ class SplitOptimization(_AutomaticOptimization):
     """
 
     # So that the shared __dict__ stays the stock loop's own.
-    __slots__ = ("_guard", "_log_reduce", "_logged", "_prepare", "_progress")
+    __slots__ = ("_guard", "_log_reduce", "_logged", "_prepare", "_progress", "loss_names")
 
     def __init__(
         self,
@@ -96,7 +103,7 @@ class SplitOptimization(_AutomaticOptimization):
     ) -> None:
         object.__setattr__(self, "__dict__", stock.__dict__)
         self._prepare, self._progress, self._log_reduce, self._logged = prepare, progress, log_reduce, logged
-        self._guard = guard
+        self._guard, self.loss_names = guard, LossNames()
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         micro_batches = self._prepare(kwargs)
@@ -178,7 +185,8 @@ class _SplitClosure(Closure):
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         trainer = self._loop.trainer
         results = trainer.fit_loop.epoch_loop._results
-        recorder = LogRecorder(self._micro_batches, self._loop._log_reduce, trainer.accumulate_grad_batches)
+        accumulate, names = trainer.accumulate_grad_batches, self._loop.loss_names
+        recorder = LogRecorder(self._micro_batches, self._loop._log_reduce, accumulate, names)
         results.log = torch.compiler.disable(recorder.log)  # type: ignore[no-untyped-call]  # as the original is
         try:
             outcomes = [self._run(k, recorder) for k in range(len(self._micro_batches))]
@@ -186,7 +194,7 @@ class _SplitClosure(Closure):
             del results.log
         recorder.replay(results.log)
         self._loop._logged.update(recorder.names)
-        return self._merge(outcomes)
+        return self._merge(outcomes, recorder.loss)
 
     def _run(self, k: int, recorder: LogRecorder) -> tuple[Tensor, dict[str, Any]] | None:
         """One micro-batch; returns its weighted, detached loss and the rest of training_step's output."""
@@ -224,7 +232,7 @@ class _SplitClosure(Closure):
         terms = [(p.reshape(-1)[:1].sum() * 0).to(loss) for p in parameters]
         return torch.stack(terms).sum()
 
-    def _merge(self, outcomes: list[tuple[Tensor, dict[str, Any]] | None]) -> ClosureResult:
+    def _merge(self, outcomes: list[tuple[Tensor, dict[str, Any]] | None], loss: LossMerge) -> ClosureResult:
         present = [outcome for outcome in outcomes if outcome is not None]
         merged = ClosureResult(None)
         if not present:
@@ -238,7 +246,7 @@ class _SplitClosure(Closure):
             )
         merged.loss = torch.stack([loss for loss, _ in present]).sum(dim=0)
         extras = [extra for _, extra in present[: len(self._micro_batches.plan)]]
-        merged.extra = merge_outputs(self._micro_batches, extras)
+        merged.extra = merge_outputs(self._micro_batches, extras, loss)
         return merged
 
 
@@ -344,6 +352,12 @@ def is_sharded(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
 
 
+def has_collective_forwards(trainer: Trainer) -> bool:
+    """Whether ranks gather parameters together in each forward pass, and must run equally many of these."""
+    is_zero_3 = isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.strategy.zero_stage_3
+    return is_sharded(trainer) or bool(is_zero_3)
+
+
 def has_own_batch(trainer: Trainer) -> bool:
     """Whether no other rank of this one's tensor-parallel group counts the same batch."""
     if not isinstance(trainer.strategy, ModelParallelStrategy):
@@ -392,12 +406,21 @@ def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iter
     loggers, hook = trainer.loggers, module._current_fx_name
     trainer.loggers = [_Muted(logger) for logger in loggers]
     module._current_fx_name = "training_step"
-    results.log = torch.compiler.disable(lambda *args, **kwargs: None)  # type: ignore[no-untyped-call]
+    loop, said = trainer.fit_loop.epoch_loop.automatic_optimization, dict[str, Any]()
+
+    def heard(fx: str, name: str, value: Any, **arguments: Any) -> None:
+        said[name] = value
+
+    results.log = torch.compiler.disable(heard)  # type: ignore[no-untyped-call]
 
     def loss(batch: Any) -> Tensor:
+        said.clear()
         with trainer.precision_plugin.train_step_context():
             output = step(*OrderedDict(kwargs, batch=batch).values())
         result = ClosureResult.from_training_step_output(output)
+        if isinstance(loop, SplitOptimization) and result.closure_loss is not None:
+            for name, value in said.items():  # a check has passes of several rows, which tell
+                loop.loss_names.tell(name, same_losses([value], [result.closure_loss.detach()]))
         return torch.zeros(()) if result.closure_loss is None else result.closure_loss
 
     try:

@@ -8,7 +8,7 @@ the backbone (the head, log-probs, the balance loss of experts) is the trainer's
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from torch import nn
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
+from lightning_padmin.gradient_passes import difference_over_ranks, sketched_shards
 from lightning_padmin.guards import ArchitectureError, inspect_model, with_scan_chunk
 from lightning_padmin.integrations import trl_stock
 from lightning_padmin.integrations.trl_refusals import refuse_what_needs_many_batches
@@ -63,6 +64,7 @@ class OfflineEngine:
         self._config = with_scan_chunk(config, trainer.model)
         self.stats, self._since_log = PaddingStats(), PaddingStats()
         self._checked = config.check == "off" or self._is_sharded
+        self._sharded_check_is_due = config.check != "off" and self._is_sharded
         stock = trl_stock.stock_class(type(trainer))
         reads_padding = stock is not None and stock.__name__ == "KTOTrainer" and trl_stock.release() < (1, 16)
         if reads_padding and trainer.accelerator.is_main_process:
@@ -120,12 +122,49 @@ class OfflineEngine:
         bits = int(np.float64(value).view(np.int64))
         exchange = exchange_all if trainer.accelerator.num_processes > 1 else exchange_alone
         worst = float(exchange([bits]).view(np.float64).max())
-        if not worst <= limit:
-            raise GradientCheckError(
-                f"first-batch check: gradients with the backbone in chunks differ from the stock ones: relative "
-                f"difference {worst:.2g} (limit {limit:.0e}), on this rank most in {name!r}. The loss, or the model "
-                "behind its backbone, reads padding. Use PadMinConfig(enabled=False)"
+        _refuse_difference(worst, limit, f"on this rank most in {name!r}")
+
+    def before_window(self, batches: Sequence[Any], num_items_in_batch: Any = None) -> None:
+        """Checks the first batch where parameters are sharded: passes are collective, and gradients are reduced.
+
+        Not in the training step, which may run where their reduction waits for the end of a window.
+        """
+        if not (self._sharded_check_is_due and batches):
+            return
+        self._sharded_check_is_due = False
+        if trl_stock.distributed_type(self._trainer) == "FSDP":
+            self._check_shards(batches[0], num_items_in_batch)
+        elif self._trainer.accelerator.is_main_process:
+            warnings.warn(
+                f"PadMinMixin: under DeepSpeed the first batch of {type(self._trainer).__name__} is not checked (its "
+                "engine takes every backward pass for a step's). A few steps on one device, or under DDP or FSDP, tell "
+                "whether your loss reads padding; check='off' silences this",
+                PadMinWarning,
+                stacklevel=4,
             )
+
+    def _check_shards(self, inputs: Any, num_items_in_batch: Any) -> None:
+        """`_check` on shards: each rank sketches its own, and differences are taken over all ranks."""
+        trainer, model = self._trainer, self._trainer.model_wrapped
+        prepared, state = trainer._prepare_inputs(inputs), ModuleState(model)
+        model.train()
+        half = bool({p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16})
+        sketches = []
+        try:
+            for within in (nullcontext(), chunked(backbones(trainer), self._config, self._exchange)):
+                with trl_stock.without_trace(trainer), without_dropout(model) as watch, within:
+                    with torch.enable_grad(), trainer.compute_loss_context_manager():
+                        loss = trainer.compute_loss(model, dict(prepared), num_items_in_batch=num_items_in_batch)
+                    torch.autograd.backward(loss)
+                    sketches.append(sketched_shards(model))
+                half = half or watch.saw_half
+                state.clear()
+        finally:
+            state.restore()
+        half = bool(exchange_all([half]).any())
+        limit = 0.1 if half else 1e-3
+        worst, name = difference_over_ranks(sketches[1], sketches[0], limit, exchange_all)
+        _refuse_difference(worst, limit, f"most in {name.replace('_fsdp_wrapped_module.', '')!r}")
 
     @property
     def _is_sharded(self) -> bool:
@@ -153,6 +192,15 @@ def backbones(trainer: Any) -> dict[str, nn.Module]:
     unwrap = trainer.accelerator.unwrap_model
     models = {"model": trainer.model, "ref_model": getattr(trainer, "ref_model", None)}
     return {name: _backbone(name, unwrap(model)) for name, model in models.items() if model is not None}
+
+
+def _refuse_difference(worst: float, limit: float, where: str) -> None:
+    if not worst <= limit:
+        raise GradientCheckError(
+            f"first-batch check: gradients with the backbone in chunks differ from the stock ones: relative "
+            f"difference {worst:.2g} (limit {limit:.0e}), {where}. The loss, or the model behind its backbone, reads "
+            "padding. Use PadMinConfig(enabled=False)"
+        )
 
 
 def _backbone(name: str, model: Any) -> nn.Module:

@@ -71,6 +71,13 @@ class PadMinMixin:
             self._padmin.reset()
         return super().train(*args, **options)  # type: ignore[misc]
 
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        """The stock batches of an accumulation window; looked at where parameters are sharded."""
+        found = super().get_batch_samples(*args, **options)  # type: ignore[misc]
+        if isinstance(self._padmin, OfflineEngine):
+            self._padmin.before_window(*found)
+        return found
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: its share of the window's chunks."""
         stock = super().training_step  # type: ignore[misc]

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from lightning_padmin.errors import BatchError
@@ -81,10 +82,11 @@ class Assembler:
 
     def _with_dummies(self, joined: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Dummies stay in the graph: every rank must run as many backward passes as forward ones."""
-        for dummy in parts[len(self._batches.plan) :]:
-            if dummy.requires_grad:
-                joined = joined + dummy.sum() * 0
-        return joined
+        dummies = [dummy for dummy in parts[len(self._batches.plan) :] if dummy.requires_grad]
+        if not dummies or not torch.is_grad_enabled():
+            return joined
+        attached: Tensor = _Attach.apply(joined, *dummies)  # type: ignore[no-untyped-call]
+        return attached
 
     def _kind(self, path: str, parts: Sequence[Tensor]) -> OutputKind:
         shapes = [tuple(part.shape) for part in parts[: len(self._rows)]]
@@ -124,6 +126,27 @@ class Assembler:
             "the model returned 'aux_loss' of each chunk, and the loss of the whole batch cannot be found from them: "
             "set output_router_logits=False, or take that loss of the router logits yourself"
         )
+
+
+class _Attach(torch.autograd.Function):
+    """The first tensor itself; a backward pass through it brings zeros to the others, whatever their values are.
+
+    No copy, and one that may be written into: it is marked as if it had been.
+    """
+
+    @staticmethod
+    def forward(joined: Tensor, *dummies: Tensor) -> Tensor:
+        return joined
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.mark_dirty(inputs[0])
+        ctx.dummies = [(dummy.shape, dummy.dtype, dummy.device) for dummy in inputs[1:]]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.dummies)
+        return gradient, *zeros
 
 
 def like(mapping: Any, values: dict[Any, Any]) -> Any:

@@ -181,32 +181,43 @@ class ShardedPasses(Passes):
 
     def difference(self, found: Sketches, wanted: Sketches, limit: float) -> tuple[float, str]:
         """See `Passes.difference`."""
-        names = list(wanted)
-        own = sizes({name: found[name] - wanted[name] for name in names}) | {"": 0.0}
-        sent = [own[name] for name in names] + [sizes(wanted)[name] for name in names]
-        worst = self._over_ranks(sent)
-        differences, largest = worst[: len(names)], dict(zip(names, worst[len(names) :], strict=True))
-        relative = {name: value / scales(largest, limit)[name] for name, value in zip(names, differences, strict=True)}
-        name = max(names, key=lambda each: np.inf if np.isnan(relative[each]) else relative[each], default="")
-        return (relative[name], name) if name else (0.0, "")
+        return difference_over_ranks(found, wanted, limit, self._exchange)
 
     def largest(self, sketches: Sketches) -> float:
         """See `Passes.largest`."""
-        return max(self._over_ranks(list(sizes(sketches).values())), default=0.0)
-
-    def _over_ranks(self, values: Sequence[float]) -> list[float]:
-        bits = np.asarray(values, dtype=np.float64).view(np.int64)
-        table = self._exchange([int(each) for each in bits])
-        return [float(each) for each in np.ascontiguousarray(table).view(np.float64).max(axis=0)]
+        return max(_largest_over_ranks(list(sizes(sketches).values()), self._exchange), default=0.0)
 
     def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
         for batch, weight in zip(batches, weights, strict=True):
             torch.autograd.backward(self._loss_fn(batch) * weight)
-        named = [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
-        return {
-            name: no_gradient(_local(p)) if p.grad is None else sketch(_local(p.grad), index)
-            for index, (name, p) in enumerate(named)
-        }
+        return sketched_shards(self._module)
+
+
+def sketched_shards(module: nn.Module) -> Sketches:
+    """Sketch of this rank's shard of each trained parameter's gradient, by name; zeros where there is none."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    return {
+        name: no_gradient(_local(p)) if p.grad is None else sketch(_local(p.grad), index)
+        for index, (name, p) in enumerate(named)
+    }
+
+
+def difference_over_ranks(found: Sketches, wanted: Sketches, limit: float, exchange: Exchange) -> tuple[float, str]:
+    """See `Passes.difference`, of shards: a collective, the same on all ranks."""
+    names = list(wanted)
+    own = sizes({name: found[name] - wanted[name] for name in names}) | {"": 0.0}
+    sent = [own[name] for name in names] + [sizes(wanted)[name] for name in names]
+    worst = _largest_over_ranks(sent, exchange)
+    differences, largest = worst[: len(names)], dict(zip(names, worst[len(names) :], strict=True))
+    relative = {name: value / scales(largest, limit)[name] for name, value in zip(names, differences, strict=True)}
+    name = max(names, key=lambda each: np.inf if np.isnan(relative[each]) else relative[each], default="")
+    return (relative[name], name) if name else (0.0, "")
+
+
+def _largest_over_ranks(values: Sequence[float], exchange: Exchange) -> list[float]:
+    bits = np.asarray(values, dtype=np.float64).view(np.int64)
+    table = exchange([int(each) for each in bits])
+    return [float(each) for each in np.ascontiguousarray(table).view(np.float64).max(axis=0)]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import support
 import torch
@@ -179,3 +180,76 @@ def test_outputs_that_could_be_two_things_must_be_declared() -> None:
     declared = PaddedForward(ambiguous, CONFIG, outputs={"scores": "position", "total": "drop"})(**same)
     assert torch.equal(declared["scores"], same["input_ids"].double())
     assert declared["total"] is None
+
+
+# Dummies
+
+
+def one_more(values: Any) -> Any:
+    """An exchange with another rank, which has two micro-batches more than this one has rows."""
+    mine = np.asarray(values)
+    other = mine.copy()
+    if len(mine) > 1:
+        other[1] = len(LENGTHS) + 2
+    return np.stack([mine, other])
+
+
+class Extreme(Model):
+    """Some outputs are not finite, or their sum is not; counts calls that were sent backward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.backward = kind, 0
+        self.inner.head.register_full_backward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.backward += 1
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+        outputs = super().forward(input_ids, attention_mask)
+        logits = outputs["logits"]
+        if self.kind in ("banned", "infinite"):
+            logits = logits.clone()
+            logits[..., 20:] = torch.finfo(logits.dtype).min if self.kind == "banned" else -float("inf")
+        elif self.kind == "overflow":
+            logits = logits.half() + 60_000
+        elif self.kind == "undefined":  # of a token that no label asks for
+            logits = logits.masked_fill((input_ids == 22)[..., None], float("nan"))
+        return outputs | {"logits": logits}
+
+
+@pytest.mark.parametrize("mode", ["joint", "replay"])
+@pytest.mark.parametrize("kind", ["finite", "banned", "infinite", "overflow", "undefined"])
+def test_values_of_dummies_reach_nothing(kind: str, mode: Any) -> None:
+    batch, labels = inputs()
+    batch["input_ids"][7, 0] = 22  # of the shortest row, which dummies are copies of
+    labels = labels.masked_fill((labels > 19) | (batch["input_ids"] == 22).roll(1, 1), -100)
+    found = []
+    for exchange in (None, one_more):
+        model = Extreme(kind)
+        forward = PaddedForward(model, CONFIG, mode, exchange=exchange)
+        logits = forward(**batch)["logits"]
+        logits.mul_(0.5)  # outputs are the caller's, who may write into them
+        real = (labels[:, 1:] != -100).nonzero(as_tuple=True)
+        loss = torch.logsumexp(nn.functional.cross_entropy(logits[:, :-1][real].double(), labels[:, 1:][real]), 0)
+        loss.backward()
+        forward.backward_pending()
+        assert forward.micro_batches is not None
+        assert model.backward == len(forward.micro_batches)  # or another rank would wait
+        found.append((loss.detach(), support.flat_gradient(model)))
+        assert (forward.micro_batches.stats.dummies > 0) is (exchange is not None)
+    assert torch.isfinite(found[0][0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3 if kind == "overflow" else 1e-12, atol=1e-14)
+
+
+def test_a_multiple_of_a_dummys_outputs_would_not_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: zero times what is not finite."""
+    from lightning_padmin.assemble import Assembler
+
+    def added(self: Any, joined: Tensor, parts: Any) -> Tensor:
+        return joined + sum(dummy.sum() * 0 for dummy in parts[len(self._batches.plan) :])
+
+    monkeypatch.setattr(Assembler, "_with_dummies", added)
+    batch, _ = inputs()
+    logits = PaddedForward(Extreme("banned"), CONFIG, exchange=one_more)(**batch)["logits"]
+    assert bool(torch.isnan(logits).any())

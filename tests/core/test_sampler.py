@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_resume_gives_the_batches_that_remained(done: int) -> None:
     iterator = iter(stopped)
     assert [next(iterator) for _ in range(done)] == batches[:done]
     state = stopped.state_dict()
-    assert state == {"epoch": 2, "done": done}
+    assert (state["epoch"], state["done"]) == (2, done)
     resumed = LengthBucketBatchSampler(lengths, 256, rank=1, world_size=2)
     resumed.load_state_dict(state)
     resumed.set_epoch(2)  # as trainers do
@@ -123,11 +124,188 @@ def test_resume_gives_the_batches_that_remained(done: int) -> None:
     assert stopped.state_dict(done=1)["done"] == 1  # for loaders that ask ahead
 
 
-def test_a_state_of_other_data_is_refused() -> None:
+# A saved state goes on rightly or is refused
+
+LENGTHS = skewed(301)
+
+
+def sampler_of(world: int, rank: int = 0, **options: Any) -> LengthBucketBatchSampler:
+    given: dict[str, Any] = {"lengths": LENGTHS, "token_budget": 256, "rank": rank, "world_size": world}
+    return LengthBucketBatchSampler(**(given | options))
+
+
+def stopped_at(done: int, world: int, state: dict[str, Any] | None = None, **options: Any) -> Any:
+    """The state after so many more batches on each rank, saved by rank 0, and all indices that were given."""
+    ranks = [sampler_of(world, rank, **options) for rank in range(world)]
+    given = []
+    for each in ranks:
+        each.set_epoch(2)
+        if state is not None:
+            each.load_state_dict(state)
+        steps = iter(each)
+        given += [index for _ in range(done) for index in next(steps)]
+    states = [each.state_dict() for each in ranks]
+    assert all(each == states[0] for each in states)
+    return states[0], given
+
+
+def rest_of(state: dict[str, Any], world: int, **options: Any) -> list[list[list[int]]]:
+    ranks = [sampler_of(world, rank, **options) for rank in range(world)]
+    for each in ranks:
+        each.load_state_dict(state)
+        each.set_epoch(2)
+    return [list(each) for each in ranks]
+
+
+@pytest.mark.parametrize("multiples", [(1, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("worlds", [(2, 3), (4, 1), (1, 8), (3, 3), (2, 3, 2), (3, 5, 5, 2)], ids=str)
+def test_other_numbers_of_ranks_get_every_remaining_row_once(worlds: list[int], multiples: tuple[int, int]) -> None:
+    state, given = None, list[int]()
+    for world in worlds[:-1]:
+        state, more = stopped_at(2, world, state, count_multiple_of=multiples[0])
+        given += more
+        state = json.loads(json.dumps(state))  # as any file may keep it
+    rest = rest_of(state, worlds[-1], count_multiple_of=multiples[1])
+    assert len({len(batches) for batches in rest}) == 1
+    assert len(rest[0]) % multiples[1] == 0
+    assert sorted(given + [k for batches in rest for batch in batches for k in batch]) == list(range(301))
+    assert all(slots(batch, LENGTHS) <= 256 for batches in rest for batch in batches)
+
+
+def test_a_place_alone_would_give_rows_twice() -> None:
+    """Negative control: what another number of ranks makes of the same number of batches."""
+    _, given = stopped_at(3, 2)
+    ranks = [sampler_of(3, rank) for rank in range(3)]
+    for each in ranks:
+        each.set_epoch(2)
+    rest = [k for each in ranks for batch in list(each)[3:] for k in batch]
+    assert sorted(given + rest) != list(range(301))
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "budget": ({"token_budget": 255}, "token_budget: 256 when it was saved, 255 here"),
+    "seed": ({"seed": 1}, "seed: 0 when it was saved, 1 here"),
+    "bucket": ({"batches_per_bucket": 2}, "batches_per_bucket: 4 when it was saved, 2 here"),
+    "shuffle": ({"shuffle": False}, "shuffle: True when it was saved, False here"),
+    "rows": ({"max_rows": 3}, "max_rows: None when it was saved, 3 here"),
+    "multiple": ({"pad_to_multiple_of": 8}, "pad_to_multiple_of: 1 when it was saved, 8 here"),
+    "longest": ({"longest_first": True}, "longest_first: False when it was saved, True here"),
+    "fewer": ({"lengths": LENGTHS[:-1]}, "rows: 301 when it was saved, 300 here; lengths: '"),
+    "a length": ({"lengths": [*LENGTHS[:-1], LENGTHS[-1] + 1]}, "here, so rows would come twice or never .lengths: '"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_gives_another_order_is_named_with_both_values(name: str) -> None:
+    options, told = OTHERS[name]
+    state, _ = stopped_at(2, 2)
+    other = sampler_of(2, **options)
+    with pytest.raises(ConfigError, match=told) as error:
+        other.load_state_dict(state)
+    assert "begin this epoch again" in str(error.value)
+    assert (other.epoch, other.state_dict()["done"]) == (0, 0)
+    for fix in ({"epoch": 2, "done": 0}, {"epoch": 3, "done": 0}):  # as the message says
+        other.load_state_dict(fix)
+        assert other.epoch == fix["epoch"]
+        assert len(list(other)) == len(other)
+    over = {**state, "done": state["batches"]}
+    for harmless in (sampler_of(2).state_dict() | {"epoch": 2}, over):
+        other.load_state_dict(harmless)
+        assert list(other) == ([] if harmless is over else list(other))
+        assert len(list(other)) == len(other)
+
+
+def test_options_that_change_nothing_may_differ() -> None:
+    state, given = stopped_at(2, 2, shuffle=False)
+    rest = rest_of(state, 2, shuffle=False, seed=5, batches_per_bucket=9)
+    assert sorted(given + [k for batches in rest for batch in batches for k in batch]) == list(range(301))
+
+
+def test_what_is_left_must_be_enough_for_every_rank() -> None:
+    few: dict[str, Any] = {"lengths": [4] * 6, "token_budget": 4}
+    state, _ = stopped_at(2, 2, **few)
+    with pytest.raises(ConfigError, match=r"what is left of epoch 2: 2 rows cannot be dealt over 3 ranks.*'epoch': 3"):
+        sampler_of(3, **few).load_state_dict(state)
+    assert [len(batches) for batches in rest_of(state, 1, **few)] == [2]
+
+
+def test_a_state_of_the_first_version_says_too_little() -> None:
     sampler = LengthBucketBatchSampler([3, 3, 3, 3], 6)
     with pytest.raises(ConfigError, match="done=9: an epoch has 2 batches here"):
         sampler.load_state_dict({"epoch": 1, "done": 9})
-    assert sampler.state_dict() == {"epoch": 0, "done": 0}
+    with pytest.raises(ConfigError, match=r"epoch=1, done=1 and nothing else.*sampler.state_dict\(done=1\)"):
+        sampler.load_state_dict({"epoch": 1, "done": 1})
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["done"]) == (0, 0)
+    sampler.set_epoch(1)  # as the message says
+    whole = list(sampler)
+    sampler.load_state_dict(sampler.state_dict(done=1))
+    assert list(sampler) == whole[1:]
+    sampler.load_state_dict({"epoch": 3, "done": 0})
+    assert sampler.epoch == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"epoch": "2"}, "epoch='2' in the state"),
+        ({"epoch": -1}, "epoch=-1"),
+        ({"done": 1.0}, "done=1.0"),
+        ({"done": True}, "done=True"),
+        ({"done": None}, "done=None"),
+        ({"done": 10**6}, "done=1000000 in the state: there were batches="),
+        ({"format": 2}, "format=2 in the state: this version reads 1"),
+        ({"batches": "7"}, "batches='7'"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"count_multiple_of": None}, "count_multiple_of=None"),
+        ({"before": [[1, 2]]}, r"before=\[\[1, 2\]\]"),
+        ({"before": "x"}, "before='x'"),
+        ({"order": 5}, "order=5"),
+    ],
+)
+def test_malformed_states(change: dict[str, Any], told: str) -> None:
+    state, _ = stopped_at(2, 2)
+    with pytest.raises(ConfigError, match=told):
+        sampler_of(2).load_state_dict(state | change)
+    with pytest.raises(ConfigError, match="expected what state_dict"):
+        sampler_of(2).load_state_dict([state])  # type: ignore[arg-type]
+    for done in (-1, 10**6, 1.5, "2"):
+        with pytest.raises(ConfigError, match="expected an integer"):
+            sampler_of(2).state_dict(done=done)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iteration_that_was_left_early_takes_nothing_from_the_next(workers: int) -> None:
+    sampler = sampler_of(1)
+    loader = torch.utils.data.DataLoader(Rows(LENGTHS), batch_sampler=sampler, num_workers=workers)
+    next(iter(loader))
+    for index, _ in loader:
+        assert len(index)
+        break
+    assert sorted(int(k) for index, _ in loader for k in index) == list(range(301))
+
+
+def test_iterators_count_for_themselves() -> None:
+    sampler = sampler_of(1)
+    whole = list(sampler)
+    first = iter(sampler)
+    assert [next(first) for _ in range(3)] == whole[:3]
+    assert sampler.state_dict()["done"] == 3
+    second = iter(sampler)
+    assert next(second) == whole[0]
+    assert next(first) == whole[3]
+    assert sampler.state_dict()["done"] == 1  # the newest one's
+    assert list(first) == whole[4:]
+    assert list(second) == whole[1:]
+    assert sampler.state_dict()["done"] == 0
+    sampler.load_state_dict(sampler.state_dict(done=4))
+    third = iter(sampler)
+    assert next(third) == whole[4]
+    assert list(sampler) == whole  # a loaded place is taken once
+    assert list(third) == whole[5:]
+    late = iter(sampler)
+    sampler.set_epoch(1)
+    assert next(late) != whole[0]
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["done"]) == (1, 1)
 
 
 def test_a_row_over_the_budget_is_alone_and_told() -> None:

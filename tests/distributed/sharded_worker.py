@@ -5,6 +5,7 @@ The rank comes from LOCAL_RANK. Real Trainers, whose strategies shard parameters
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import support
 import torch
+from architectures import zoo
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -24,8 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_padmin import MicroBatcher, PadMinCallback
+from lightning_padmin.integrations import lightning_check, lightning_loop
 
 RANK = int(os.environ["LOCAL_RANK"])
 BUDGET = 24
@@ -39,7 +44,7 @@ class CpuFSDP(FSDPStrategy):
     """Lightning gives FSDP an index of a device, and a CPU has none."""
 
     def _setup_model(self, module: nn.Module) -> nn.Module:
-        policy = ModuleWrapPolicy({nn.Linear})
+        policy = ModuleWrapPolicy({LlamaDecoderLayer if hasattr(module.model, "config") else nn.Linear})
         return FullyShardedDataParallel(
             module, device_id=torch.device("cpu"), auto_wrap_policy=policy, use_orig_params=True
         )
@@ -196,9 +201,86 @@ def tensor_parallel() -> Any:
     return {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("padmin/")}
 
 
+class Joint(Sharded):
+    """A small Llama, and a loss that couples rows."""
+
+    def __init__(self, own_loss: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.own_loss, self.calls, sizes = own_loss, 0, {"hidden_size": 16, "intermediate_size": 24}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+        config = LlamaConfig(vocab_size=support.VOCABULARY, **sizes, **heads, attn_implementation="eager")
+        self.model = LlamaForCausalLM(config).double()
+        self.model.model.layers[0].register_forward_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def configure_model(self) -> None:
+        if STRATEGY == "fsdp2" and not isinstance(next(self.model.parameters()), DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.own_loss:
+            return self.model(**batch).loss
+        logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return torch.logsumexp(support.token_losses(logits, batch["labels"]).sum(1) / 10, 0)
+
+
+def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Models of transformers cast to float32 by name."""
+
+    @functools.wraps(function)
+    def run() -> Any:
+        with zoo.quiet(), zoo.default_dtype(torch.float64), zoo.upcasts_to(torch.float64):
+            return function()
+
+    return run
+
+
+@in_float64
+def joint() -> Any:
+    """Five chunks on rank 0 against one on rank 1."""
+    made: list[Joint] = []
+
+    def make(own_loss: bool = False) -> Joint:
+        made.append(Joint(own_loss))
+        return made[-1]
+
+    found = {
+        "coupled": pair(batches(2), {"mode": "joint"}, make),
+        "own loss": pair(batches(1), {"mode": "joint", "check": "off"}, lambda: make(True)),
+    }
+    return found | {"calls": [module.calls for module in made]}
+
+
+@in_float64
+def joint_alone() -> Any:
+    """Negative control: without the exchange ranks run other numbers of collective passes."""
+    lightning_loop.has_collective_forwards = lightning_check.has_collective_forwards = lambda trainer: False
+    GLOO["timeout"] = timedelta(seconds=8)
+    found = outcome(Joint(), batches(1), mode="joint", check="off")
+    torch.save({"joint_alone": found}, Path(sys.argv[1]).with_suffix(f".rank{RANK}.pt"))
+    os._exit(0)  # whoever waits for the other rank waits on
+
+
 SCENARIOS = {
     function.__name__: function
-    for function in (uneven, adamw, clipped, equal_weights, checked, malformed, no_loss_on_one_rank, tensor_parallel)
+    for function in (
+        uneven,
+        adamw,
+        clipped,
+        equal_weights,
+        checked,
+        malformed,
+        no_loss_on_one_rank,
+        tensor_parallel,
+        joint,
+        joint_alone,
+    )
 }
 
 if __name__ == "__main__":

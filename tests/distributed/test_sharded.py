@@ -14,7 +14,7 @@ from processes import Ranks
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
 STRATEGIES = ("fsdp2", pytest.param("fsdp1", marks=pytest.mark.slow))
-COMMON = ["uneven", "adamw", "clipped", "equal_weights", "checked", "malformed", "no_loss_on_one_rank"]
+COMMON = ["uneven", "adamw", "clipped", "equal_weights", "checked", "malformed", "no_loss_on_one_rank", "joint"]
 SCENARIOS = {"fsdp2": [*COMMON, "tensor_parallel"], "fsdp1": COMMON}
 EXACT = 1e-12
 
@@ -94,3 +94,30 @@ def test_a_batch_that_two_tensor_parallel_ranks_share_counts_once(ranks_of: Call
     for rank in ranks_of("fsdp2"):
         metrics = rank["tensor_parallel"]
         assert (metrics["padmin/micro_batches"], metrics["padmin/real_tokens"]) == (5, 97)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", ["coupled", "own loss"])
+def test_joint_mode_runs_equally_many_chunks_on_every_rank(
+    ranks_of: Callable[[str], Ranks], strategy: str, case: str
+) -> None:
+    for rank, found in enumerate(ranks["joint"] for ranks in ranks_of(strategy)):
+        result = found[case]
+        assert worst(result) <= EXACT
+        torch.testing.assert_close(result["split"]["losses"], result["plain"]["losses"], rtol=1e-12, atol=0)
+        batches = len(result["plain"]["losses"])
+        assert result["stats"]["batches"] == batches
+        assert result["stats"]["micro_batches"] == 5 * batches
+        assert result["stats"]["dummies"] == (0, batches)[rank]
+    assert len({tuple(rank["joint"]["calls"]) for rank in ranks_of(strategy)}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_without_an_exchange_ranks_wait_for_each_other(strategy: str, tmp_path: Path) -> None:
+    """Negative control: they run into each other's collectives, or into the timeout."""
+    output = tmp_path / "alone.out"
+    codes = [code for code, _ in processes.finish(processes.start(WORKER, output, strategy, "joint_alone"), 90)]
+    files = [output.with_suffix(f".rank{rank}.pt") for rank in range(2)]
+    said = [torch.load(file)["joint_alone"] for file in files if file.exists()]
+    assert any(codes) or any(words != "trained" for words in said)

@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import LENGTHS, Memory, Module, Row, fit, fitted, mixed_batches, padmin, ragged_batches
 from torch import Tensor
 
+from lightning_padmin.errors import PadMinWarning
+
 
 def assert_same_rows(ours: Memory, stock: Memory, relative: float = 1e-12) -> None:
     """Steps, keys and their order, and values."""
@@ -340,3 +342,126 @@ def test_tensorboard(tmp_path: Path) -> None:
         assert [step for step, _ in scalars["split"][tag]] == [step for step, _ in values]
         assert [v for _, v in scalars["split"][tag]] == pytest.approx([v for _, v in values], rel=1e-6)
     assert {tag for tag in scalars["split"] if not tag.startswith("padmin/")} == set(scalars["stock"])
+
+
+# The loss under any reduction over the epoch
+
+HOW: dict[str, Any] = {"mean": "mean", "max": "max", "min": min, "sum": torch.sum}
+
+
+class LogsLoss(Module):
+    """Logs the loss in every form that scripts have, under every reduction; and figures that are not the loss."""
+
+    def __init__(self, how: str, accumulate: int = 1) -> None:
+        super().__init__(how)
+        self.accumulate, self.seen = accumulate, list[dict[str, Any]]()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss, rows = self.loss(batch), self.row_losses(batch)
+        forms = {"plain": loss, "number": loss.item(), "half": loss.bfloat16(), "part": loss / self.accumulate}
+        for name, form in forms.items():
+            for how, reduce_fx in HOW.items():
+                self.log(f"{name}_{how}", form, on_step=True, on_epoch=True, reduce_fx=reduce_fx)
+        self.log("sized", loss, on_epoch=True, on_step=False, reduce_fx="max", batch_size=len(rows))
+        self.log("hardest", rows.max(), on_epoch=True, on_step=False, reduce_fx="max")
+        self.log("easiest", rows.min(), on_epoch=True, on_step=False, reduce_fx="min")
+        self.log("total", rows.sum(), on_epoch=True, on_step=False, reduce_fx="sum")
+        return {"loss": loss, "nll": loss.detach(), "number": loss.item(), "boxed": loss.detach()[None]}
+
+    def row_losses(self, batch: dict[str, Tensor]) -> Tensor:
+        losses = support.token_losses(self.model(batch["input_ids"]), batch["labels"]).detach().sum(1)
+        valid = (batch["labels"][:, 1:] != -100).sum(1)
+        return losses if self.how == "sum" else losses / valid.clamp(min=1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.seen.append({name: value for name, value in outputs.items() if name in ("nll", "number")})
+
+
+def assert_same_epoch(
+    how: str, batches: list[Any], accumulate: int = 1, make: type[LogsLoss] = LogsLoss, **options: Any
+) -> None:
+    """Logged values at steps and epochs, what monitors see, and what hooks get."""
+    split, stock = make(how, accumulate), make(how, accumulate)
+    fit_options = {"accumulate_grad_batches": accumulate}
+    ours = fitted(split, batches, padmin(loss_reduction=how, **options), **fit_options)
+    theirs = fitted(stock, batches, **fit_options)
+    assert [step for step, _ in ours.of("")] == [step for step, _ in theirs.of("")]
+    for (_, mine), (_, other) in zip(ours.of(""), theirs.of(""), strict=True):
+        assert list(mine) == list(other)
+        for name, value in other.items():
+            bound = 2e-2 if name.startswith("half") else 1e-6 if name.startswith("number") else 1e-12
+            assert mine[name] == pytest.approx(value, rel=bound, abs=0, nan_ok=True), name
+    for mine, other in zip(split.seen, stock.seen, strict=True):
+        for name in ("nll", "number"):
+            assert float(mine[name]) == pytest.approx(float(other[name]), rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("how", ["token-mean", "row-mean", "sum"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_loss_under_every_reduction(how: str, accumulate: int) -> None:
+    assert_same_epoch(how, mixed_batches(), accumulate)
+
+
+@pytest.mark.parametrize("how", ["token-mean", "sum"])
+def test_the_loss_where_every_micro_batch_is_one_row(how: str) -> None:
+    """There the largest loss of a row equals the loss; the check's passes of several rows tell them apart."""
+    assert_same_epoch(how, ragged_batches(3), max_rows=1)
+
+
+class Penalised(LogsLoss):
+    """Its loss has something left where no token carries loss."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        losses = support.token_losses(self.model(batch["input_ids"]), batch["labels"])
+        tokens = (batch["labels"][:, 1:] != -100).sum().clamp(min=1)
+        return losses.sum() / tokens + 0.1 * self.model.head.weight.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:a batch has no loss tokens")
+@pytest.mark.parametrize("make", [LogsLoss, Penalised])
+def test_the_loss_of_a_batch_without_loss_tokens(make: type[LogsLoss]) -> None:
+    nothing = ragged_batches(1, lengths=(24, 12, 6, 6), without_loss=range(4))
+    how = "sum" if make is LogsLoss else "token-mean"
+    assert_same_epoch(how, [*ragged_batches(2), *nothing], make=make)
+
+
+def test_a_loss_that_some_micro_batches_log() -> None:
+    class Sometimes(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            if (batch["attention_mask"].sum(1) > 10).any():
+                self.log("worst", loss, on_step=True, on_epoch=True, reduce_fx="max")
+            return loss
+
+    ours, stock = (fitted(Sometimes(), ragged_batches(3), *extra) for extra in ([padmin()], []))
+    assert_same_rows(ours, stock)
+
+
+def test_an_entry_of_log_reduce_wins_over_the_loss() -> None:
+    largest = fitted(LogsLoss("token-mean"), ragged_batches(1), padmin(log_reduce={"plain_max": "max"}))
+    merged = fitted(LogsLoss("token-mean"), ragged_batches(1), padmin())
+    assert column(largest, "plain_max_step")[0][1] > column(merged, "plain_max_step")[0][1] + 1e-3
+    assert column(merged, "plain_max_step")[0][1] == pytest.approx(column(merged, "plain_mean_step")[0][1])
+
+
+def test_where_nothing_tells_the_loss_from_the_largest_row_it_is_said() -> None:
+    class Alone(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.log("worst", loss, on_step=False, on_epoch=True, reduce_fx="max")
+            return loss
+
+    with pytest.warns(PadMinWarning, match=r"'worst' .* log_reduce=\{'worst': 'max'\}") as told:
+        ours = fitted(Alone(), ragged_batches(3), padmin(check="off", max_rows=1))
+    assert sum(issubclass(each.category, PadMinWarning) for each in told) == 1
+    assert_same_rows(ours, fitted(Alone(), ragged_batches(3)))
+
+
+def test_without_knowing_the_loss_its_maximum_is_over_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    from lightning_padmin.integrations import lightning_merge
+
+    monkeypatch.setattr(lightning_merge.LossMerge, "equals", lambda *_: False)
+    with pytest.raises(AssertionError):
+        assert_same_epoch("token-mean", mixed_batches())

@@ -7,10 +7,12 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForSequenceClassification
@@ -32,6 +34,7 @@ from trl_cases import (
 
 from lightning_padmin import PadMinConfig
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
+from lightning_padmin.integrations.trl_offline import OfflineEngine
 from lightning_padmin.integrations.trl_trainers import PadMinMixin
 
 BUDGET = PadMinConfig(token_budget=128, launch_cost=8)
@@ -202,3 +205,20 @@ def test_evaluation_and_switched_off() -> None:
 def test_what_is_refused(kind: str, config: dict[str, Any], options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         train(kind, PadMinConfig(**config), qwen2, **options)
+
+
+def test_where_a_sharded_check_is_left_out_it_is_said_once(recwarn: pytest.WarningsRecorder) -> None:
+    """Under FSDP it is done, by two processes in tests/distributed."""
+
+    def engine(main: bool) -> Any:
+        made: Any = OfflineEngine.__new__(OfflineEngine)
+        accelerator = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_main_process=main)
+        made._trainer, made._sharded_check_is_due = SimpleNamespace(accelerator=accelerator), True
+        return made
+
+    first = engine(main=True)
+    with pytest.warns(PadMinWarning, match="under DeepSpeed the first batch of SimpleNamespace is not checked"):
+        first.before_window([{}])
+    for quiet in (first, engine(main=False)):
+        quiet.before_window([{}])
+    assert not [each for each in recwarn if each.category is PadMinWarning]
