@@ -36,6 +36,7 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
 from lightning_padmin.environment import Resolved, resolve, say_once
 from lightning_padmin.errors import BatchError, ConfigError
+from lightning_padmin.gradient_hooks import HookWatch
 from lightning_padmin.guards import (
     ArchitectureError,
     batch_statistics,
@@ -51,6 +52,8 @@ from lightning_padmin.packing import refuse_unproven
 from lightning_padmin.stats import PaddingStats
 
 __all__ = ["PadMin"]
+
+_FIX_OF_HOOKS = "Do that once per batch, behind the loop over micro_batches and before optimizer.step()"
 
 
 class PadMin:
@@ -91,6 +94,7 @@ class PadMin:
             _refuse_unsupported(accelerator, self.config)
             refuse_unproven(self.config, "PadMin.micro_batches")
         self._batchers: weakref.WeakKeyDictionary[nn.Module, MicroBatcher] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, HookWatch] = weakref.WeakKeyDictionary()
         self._loops = LoopGuard()
         self._open: weakref.ref[nn.Module] | None = None
 
@@ -171,6 +175,7 @@ class PadMin:
             raise ConfigError(f"model={type(model).__name__}: expected what accelerator.prepare returned")
         if model not in self._batchers:
             original = self._original(model)
+            self._hooks[model] = HookWatch(_FIX_OF_HOOKS)
             self._batchers[model] = MicroBatcher(
                 with_scan_chunk(self.config, original),
                 exchange=self._exchange,
@@ -197,6 +202,11 @@ class PadMin:
         wrong = batch_statistics(original)
         if wrong is not None:
             raise ArchitectureError(wrong)
+        self._hooks[module].look(original, wrapper=module)
+        if getattr(self.accelerator, "has_lomo_optimizer", False):
+            raise ConfigError(
+                "LOMO takes its steps in the backward pass, on parts of a batch's gradients here. Use another optimizer"
+            )
         if seen:
             return
         _refuse_unprepared(self.accelerator, module)
@@ -229,6 +239,7 @@ class PadMin:
             if not micro.is_last and _is_ddp(kind) and not _has_static_graph(model):
                 # Inside of `accumulate`, while no step is due, this is a no_sync within another.
                 stack.enter_context(self.accelerator.no_sync(model))
+            stack.enter_context(self._hooks[model].around(micro.index, micro.count))
             calls = stack.enter_context(_counted_backward(self.accelerator, micro))
             yield
             if not calls:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
 from lightning_padmin.errors import ConfigError, SchemaError
+from lightning_padmin.gradient_hooks import HookWatch
 from lightning_padmin.guards import (
     ArchitectureError,
     batch_statistics,
@@ -51,6 +52,7 @@ from lightning_padmin.tree import iter_leaves
 
 __all__ = ["FabricPadMin", "micro_batched_backward"]
 
+_FIX_OF_HOOKS = "Do that once per batch, behind the loop over micro_batches and before optimizer.step()"
 LossFunction = Callable[[Any], Tensor]
 
 
@@ -102,6 +104,7 @@ class FabricPadMin:
         is_sharded = isinstance(fabric.strategy, FSDPStrategy | ModelParallelStrategy)
         self._defer_sync = not is_sharded if defer_sync is None else defer_sync
         self._batchers: weakref.WeakKeyDictionary[nn.Module, MicroBatcher] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, HookWatch] = weakref.WeakKeyDictionary()
         self._loops = LoopGuard()
 
     def micro_batches(self, batch: Any, model: nn.Module, *, is_accumulating: bool = False) -> Iterator[MicroBatch]:
@@ -134,9 +137,14 @@ class FabricPadMin:
         # With a static graph DistributedDataParallel cannot be told to wait.
         may_wait = self._defer_sync and not _has_static_graph(model)
 
-        def around(micro: MicroBatch) -> AbstractContextManager[Any]:
+        @contextmanager
+        def around(micro: MicroBatch) -> Iterator[None]:
             waits = may_wait and (is_accumulating or not micro.is_last)
-            return self.fabric.no_backward_sync(model) if waits else nullcontext()
+            with ExitStack() as stack:
+                if model in self._hooks:
+                    stack.enter_context(self._hooks[model].around(micro.index, micro.count))
+                stack.enter_context(self.fabric.no_backward_sync(model) if waits else nullcontext())
+                yield
 
         if not self.config.enabled:
             untouched = MicroBatch(batch, 1.0, np.empty(0, dtype=np.int64), 0, 1)
@@ -216,6 +224,7 @@ class FabricPadMin:
             # A reference to the model would keep the dictionary's weak key alive for ever.
             check = partial(self._check, weakref.ref(model), [])
             original = _original(model)
+            self._hooks[model] = HookWatch(_FIX_OF_HOOKS)
             self._batchers[model] = MicroBatcher(
                 with_scan_chunk(self.config, original),
                 exchange=exchange,
@@ -241,6 +250,7 @@ class FabricPadMin:
                 if finding.severity != "refuse":
                     rank_zero_info(f"FabricPadMin: {finding.where}: {finding.reason}")
             seen.append(True)
+        self._hooks[module].look(original, wrapper=module)
 
     def _count(self, stats: PaddingStats) -> None:
         self.stats = self.stats + stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -51,6 +51,7 @@ from lightning_padmin.distributed import (
     exchange_at_end,
 )
 from lightning_padmin.errors import ConfigError, PadMinWarning, PeerError
+from lightning_padmin.gradient_hooks import GradientHookError, HookWatch, reenters
 from lightning_padmin.guards import (
     Finding,
     batch_statistics,
@@ -60,6 +61,8 @@ from lightning_padmin.guards import (
     scan_chunk,
     with_scan_chunk,
 )
+from lightning_padmin.hook_reading import read_hook
+from lightning_padmin.hook_source import name_of
 from lightning_padmin.integrations import lightning_loop
 from lightning_padmin.integrations.deepspeed_boundary import find_engine
 from lightning_padmin.integrations.lightning_check import OTHER_MASKS, FirstBatchCheck, pack_gradients, tell
@@ -161,6 +164,7 @@ class PadMinCallback(pl.Callback):
         self._row_limit: int | None = None
         self._gate: PackGate | None = None
         self._trainer: pl.Trainer | None = None
+        self._hooks: HookWatch | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuses what cannot be exact, then replaces the optimization loop."""
@@ -177,6 +181,12 @@ class PadMinCallback(pl.Callback):
         corrects, self._row_limit = any(each.severity == "correct" for each in findings), row_limit(findings)
         self._exchange = exchange_all if trainer.world_size > 1 else exchange_alone
         self._trainer = trainer
+        self._hooks = HookWatch(partial(_fix_of_hooks, pl_module, self.config.mode))
+        try:
+            self._look_at_hooks(pl_module)
+        except GradientHookError as error:
+            self._remove()
+            raise MisconfigurationException(str(error)) from None
         self._gate = _pack_gate(trainer, pl_module, self.config)
         if not pl_module.automatic_optimization:
             self._batcher = self._make_batcher(self.config, pl_module)
@@ -201,10 +211,16 @@ class PadMinCallback(pl.Callback):
         self._restore = lightning_loop.install(
             trainer,
             lambda stock: (
-                JointOptimization(stock, self._read, lambda: self._chunked(models))
+                JointOptimization(stock, self._read, lambda: self._chunked(models), lambda: self._around_hooks(0, 2))
                 if joint
                 else SplitOptimization(
-                    stock, self._prepare, self._progress, dict(self.config.log_reduce), self._logged, self._guard
+                    stock,
+                    self._prepare,
+                    self._progress,
+                    dict(self.config.log_reduce),
+                    self._logged,
+                    self._guard,
+                    self._around_hooks,
                 )
             ),
         )
@@ -242,9 +258,14 @@ class PadMinCallback(pl.Callback):
             )
         planned = self._batcher.prepare(batch)
 
-        def around(micro: MicroBatch) -> AbstractContextManager[Any]:
+        @contextmanager
+        def around(micro: MicroBatch) -> Iterator[None]:
             self._progress(micro.index, micro.count)
-            return lightning_loop.synchronised(trainer, micro.is_last)
+            with ExitStack() as stack:
+                stack.enter_context(self._around_hooks(micro.index, micro.count))
+                stack.enter_context(lightning_loop.after_backward_once(trainer, micro.is_last))
+                stack.enter_context(lightning_loop.synchronised(trainer, micro.is_last))
+                yield
 
         return self._loops.start(planned, around, partial(self._count, planned.stats))
 
@@ -340,6 +361,7 @@ class PadMinCallback(pl.Callback):
             "_trainer": None,
             "_gate": None,
             "_pack_check": None,
+            "_hooks": None,
             "_loops": LoopGuard(),
         }
 
@@ -355,6 +377,7 @@ class PadMinCallback(pl.Callback):
         self._loops.discard()
         self._since_log = PaddingStats()
         self._restore = self._batcher = self._check = self._trainer = self._gate = self._pack_check = None
+        self._hooks = None
 
     def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:
         assert self._batcher is not None
@@ -375,7 +398,11 @@ class PadMinCallback(pl.Callback):
         return MemoryGuard(micro_batches, board, self._trainer.global_rank)
 
     def _make_batcher(self, config: PadMinConfig, module: pl.LightningModule) -> MicroBatcher:
-        check = None if module.automatic_optimization else self._loops.refuse_unfinished
+        def check() -> None:
+            if not module.automatic_optimization:
+                self._loops.refuse_unfinished()
+            self._look_at_hooks(module)
+
         return MicroBatcher(
             with_scan_chunk(config, module),
             exchange=self._exchange,
@@ -387,6 +414,21 @@ class PadMinCallback(pl.Callback):
             packs_inside=self.config.mode == "joint",
             other_masks=None if self.config.mode == "joint" else OTHER_MASKS,
         )
+
+    def _look_at_hooks(self, module: pl.LightningModule) -> None:
+        """Refuses hooks that make something else of parts of gradients; those that are new since the last batch."""
+        assert self._trainer is not None
+        assert self._hooks is not None
+        if self.config.mode != "joint":
+            self._hooks.look(module, wrapper=self._trainer.strategy.model)
+            return
+        # One backward pass per batch: hooks on parameters fire as ever, unless checkpoints are passes of their own.
+        models = transformers_models(module)
+        self._hooks.look(module, models.values(), parameters=any(map(reenters, models.values())))
+
+    def _around_hooks(self, index: int, count: int) -> AbstractContextManager[None]:
+        assert self._hooks is not None
+        return self._hooks.around(index, count)
 
     def _count(self, stats: PaddingStats) -> None:
         self.stats = self.stats + stats
@@ -477,6 +519,8 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: s
             "mode='replay' needs a second backward pass that Lightning's automatic optimization has no place for: use "
             "mode='joint', or lightning_padmin.PaddedForward(model, config, mode='replay') in your own loop"
         )
+    if mode != "joint":
+        _refuse_own_backward(module)
     strategy = trainer.strategy
     known = SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy
     if not isinstance(strategy, known) or isinstance(strategy, _UNKNOWN_KINDS):
@@ -486,6 +530,30 @@ def _refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: s
         )
     if isinstance(strategy, DeepSpeedStrategy):
         find_engine(strategy)  # checks its version and its modes
+
+
+def _refuse_own_backward(module: pl.LightningModule) -> None:
+    """A `backward` of the module's own runs once per micro-batch too."""
+    own = type(module).backward
+    if own is pl.LightningModule.backward:
+        return
+    reading = read_hook(module.backward, gradients=())
+    if reading.steps:
+        why = reading.why or "writes into gradients"
+        raise MisconfigurationException(
+            f"{type(module).__name__}.backward {why}: {name_of(own)}. It runs once per micro-batch, on a part of the "
+            "gradient: do that in on_after_backward, which comes once per batch"
+        )
+
+
+def _fix_of_hooks(module: pl.LightningModule, mode: str) -> str:
+    if mode == "joint":
+        return "Checkpoint with use_reentrant=False (then it fires once per batch)"
+    fix = "Do that once per batch: in on_after_backward or on_before_optimizer_step (steps: configure_optimizers)"
+    if not module.automatic_optimization:
+        return "Do that once per batch, behind the loop over micro_batches"
+    models = transformers_models(module)
+    return fix + (", or use mode='joint'" if models and not any(map(reenters, models.values())) else "")
 
 
 def _is_running(trainer: pl.Trainer) -> bool:

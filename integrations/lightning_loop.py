@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops import utilities
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -48,6 +49,7 @@ _EXPECTED: list[tuple[Any, str, list[str]]] = [
     (_AutomaticOptimization, "_make_zero_grad_fn", ["self", "batch_idx", "optimizer"]),
     (_ResultCollection, "log", ["self", "fx", "name", "value"]),
     (utilities, "_block_parallel_sync_behavior", ["strategy", "block"]),
+    (Precision, "post_backward", ["self", "tensor", "module"]),
 ]
 
 
@@ -74,6 +76,7 @@ def check_signatures() -> None:
 
 Prepare = Callable[[OrderedDict[str, Any]], MicroBatches]
 Progress = Callable[[int, int], None]
+Around = Callable[[int, int], AbstractContextManager[Any]]
 
 
 class SplitOptimization(_AutomaticOptimization):
@@ -87,10 +90,11 @@ class SplitOptimization(_AutomaticOptimization):
         log_reduce: how values merge, by logged name.
         logged: filled with the names that training_step has logged.
         guard: what stands around the passes of a batch, for errors that all ranks should hear of.
+        hooks: what stands around the passes of a micro-batch, told its index and count, for hooks on gradients.
     """
 
     # So that the shared __dict__ stays the stock loop's own.
-    __slots__ = ("_guard", "_log_reduce", "_logged", "_prepare", "_progress", "loss_names")
+    __slots__ = ("_guard", "_hooks", "_log_reduce", "_logged", "_prepare", "_progress", "loss_names")
 
     def __init__(
         self,
@@ -100,10 +104,11 @@ class SplitOptimization(_AutomaticOptimization):
         log_reduce: dict[str, str],
         logged: set[str],
         guard: Callable[[MicroBatches], MemoryGuard],
+        hooks: Around,
     ) -> None:
         object.__setattr__(self, "__dict__", stock.__dict__)
         self._prepare, self._progress, self._log_reduce, self._logged = prepare, progress, log_reduce, logged
-        self._guard, self.loss_names = guard, LossNames()
+        self._guard, self._hooks, self.loss_names = guard, hooks, LossNames()
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         micro_batches = self._prepare(kwargs)
@@ -139,29 +144,36 @@ class JointOptimization(_AutomaticOptimization):
         stock: the loop it stands in for; attributes are shared with it.
         prepare: reads a batch; called once per batch, before the optimizer asks for a closure.
         chunked: the context in which the training step runs.
+        hooks: the context in which the whole closure runs, for hooks on gradients.
     """
 
-    __slots__ = ("_chunked", "_prepare")
+    __slots__ = ("_chunked", "_hooks", "_prepare")
 
     def __init__(
         self,
         stock: _AutomaticOptimization,
         prepare: Callable[[OrderedDict[str, Any]], Any],
         chunked: Callable[[], AbstractContextManager[Any]],
+        hooks: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         object.__setattr__(self, "__dict__", stock.__dict__)
-        self._prepare, self._chunked = prepare, chunked
+        self._prepare, self._chunked, self._hooks = prepare, chunked, hooks
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         self._prepare(kwargs)
         closure = super()._make_closure(kwargs, optimizer, batch_idx)
-        whole = closure._step_fn
+        whole, closed = closure._step_fn, closure.closure
 
         def step() -> ClosureResult:
             with self._chunked():
                 return whole()
 
-        closure._step_fn = step
+        @functools.wraps(closed)
+        def run(*args: Any, **kwargs: Any) -> ClosureResult:
+            with self._hooks():
+                return closed(*args, **kwargs)
+
+        closure._step_fn, closure.closure = step, run
         return closure
 
 
@@ -204,7 +216,9 @@ class _SplitClosure(Closure):
         with ExitStack() as stack:
             stack.enter_context(self._guard.around(k))
             micro = self._micro_batches[k]
+            stack.enter_context(loop._hooks(k, len(self._micro_batches)))
             stack.enter_context(synchronised(trainer, micro.is_last))
+            stack.enter_context(after_backward_once(trainer, micro.is_last))
             if micro.is_dummy:
                 stack.enter_context(MetricGuard(trainer.lightning_module))
             reduces_in_hooks = is_sharded(trainer) or find_engine(trainer.strategy) is not None
@@ -315,6 +329,25 @@ def synchronised(trainer: Trainer, is_last: bool) -> AbstractContextManager[Any]
     has_static_graph = bool(getattr(trainer.strategy.model, "static_graph", False))
     context = utilities._block_parallel_sync_behavior(trainer.strategy, block=not is_last and not has_static_graph)
     return cast("AbstractContextManager[Any]", context)
+
+
+@contextmanager
+def after_backward_once(trainer: Trainer, is_last: bool) -> Iterator[None]:
+    """`on_after_backward` is for whole gradients: inside, it fires for the last micro-batch of a batch only."""
+    if is_last:
+        yield
+        return
+    plugin, stock = trainer.precision_plugin, Precision.post_backward
+
+    # Of the class, since plugins that add something of their own call it by `super()`.
+    def post_backward(self: Precision, tensor: Tensor, module: LightningModule) -> Tensor:
+        return tensor.detach() if self is plugin else stock(self, tensor, module)
+
+    Precision.post_backward = post_backward
+    try:
+        yield
+    finally:
+        Precision.post_backward = stock
 
 
 def install(trainer: Trainer, make: Callable[[_AutomaticOptimization], _AutomaticOptimization]) -> Callable[[], None]:

@@ -32,9 +32,10 @@ from torch import Tensor
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, board_alone, board_of_all, exchange_all, exchange_alone
 from lightning_padmin.environment import resolve_for_class
-from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning, PeerError
+from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning, PeerError, TrainingStepError
 from lightning_padmin.fields import Schema
 from lightning_padmin.gradient_check import Advice, Outcome, check_gradients
+from lightning_padmin.gradient_hooks import GradientHookError, HookWatch
 from lightning_padmin.guards import (
     ArchitectureError,
     batch_statistics,
@@ -45,6 +46,8 @@ from lightning_padmin.guards import (
 )
 from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatcher
+from lightning_padmin.noise import refuse_noise_of
+from lightning_padmin.one_loss import OneLoss, step_of
 from lightning_padmin.pack_check import PackCheck
 from lightning_padmin.pack_layout import PackStyle
 from lightning_padmin.packing import PackGate, gate_of, needs_rows
@@ -67,6 +70,14 @@ _EXPECTED = {
 }
 
 
+_FIX_OF_HOOKS = (
+    "Do that once per step, in on_pre_optimizer_step of a TrainerCallback (an optimizer that steps in the backward "
+    "pass: use it without), or use PadMinConfig(enabled=False)"
+)
+_FIX_OF_STEPS = (
+    "Put the class in front of the mixin, class MyTrainer(Mine, PadMinTrainerMixin, Trainer), where its step runs once "
+    "per batch; or use PadMinConfig(enabled=False)"
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -76,6 +87,8 @@ class _Share(dict[str, Any]):
     chunks: MicroBatches
     indices: range
     guard: MemoryGuard
+    batches: int
+    has_run: bool
 
 
 class PadMinTrainerMixin:
@@ -109,6 +122,9 @@ class PadMinTrainerMixin:
         _check_signatures(type(self))
         _refuse_unsupported(self)
         model: Any = self.model  # type: ignore[attr-defined]
+        self._padmin_hooks = HookWatch(_FIX_OF_HOOKS)
+        self._padmin_hooks.look(model)
+        self._padmin_losses = OneLoss(type(self), _FIX_OF_STEPS)
         findings = inspect_model(model)
         for finding in findings:
             if finding.severity == "refuse" and finding.rule != "batch-norm" and finding.exact_up_to is None:
@@ -135,11 +151,17 @@ class PadMinTrainerMixin:
             config,
             exchange=exchange,
             encoder_decoder=encoder_decoder,
+            before_reading=self._padmin_look_at_hooks,
             row_limit=limit,
             gate=gate,
             may_pack=False,
             subtracts_lost=is_pooling and self._padmin_subtracts_lost,
         )
+
+    def _padmin_look_at_hooks(self) -> None:
+        """Those that are new, as the ones of an optimizer that `train` has made."""
+        model: Any = self.model_wrapped  # type: ignore[attr-defined]
+        self._padmin_hooks.look(self.accelerator.unwrap_model(model), wrapper=model)  # type: ignore[attr-defined]
 
     def _padmin_guard(self, chunks: MicroBatches) -> MemoryGuard:
         """Only with DistributedDataParallel do ranks meet in the last pass alone."""
@@ -177,7 +199,7 @@ class PadMinTrainerMixin:
         shares = []
         for step, batch in enumerate(batches):
             share = _Share(batch)
-            share.chunks, share.guard = chunks, guard
+            share.chunks, share.guard, share.batches, share.has_run = chunks, guard, len(batches), False
             share.indices = range(step * len(chunks) // len(batches), (step + 1) * len(chunks) // len(batches))
             shares.append(share)
         self._padmin_count(chunks.stats)
@@ -208,6 +230,15 @@ class PadMinTrainerMixin:
         if wrong is not None:
             raise ArchitectureError(wrong)
         if isinstance(inputs, _Share):
+            if inputs.has_run and inputs.batches > 1:
+                model.zero_grad(set_to_none=True)
+                raise TrainingStepError(
+                    f"{step_of(type(self))} runs a batch twice, while rows of {inputs.batches} accumulated batches "
+                    "have been regrouped: what it does between would see other rows' gradients. Set "
+                    "gradient_accumulation_steps=1 (and raise per_device_train_batch_size), or use "
+                    "PadMinConfig(enabled=False)"
+                )
+            inputs.has_run = True
             chunks, indices, guard = inputs.chunks, inputs.indices, inputs.guard
         else:
             self._padmin_prove([inputs], num_items_in_batch, self._padmin_batcher)
@@ -221,13 +252,18 @@ class PadMinTrainerMixin:
         if not isinstance(inputs, _Share):
             self._padmin_look_at_first_labels(chunks, num_items_in_batch, self._padmin_batcher)
         total: Any = 0.0
+        own = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
         try:
             for k in indices:
-                with guard.around(k), self._padmin_synchronised(model, k == indices[-1]):
+                hooks = self._padmin_hooks.around(k, len(chunks))
+                with guard.around(k), hooks, self._padmin_synchronised(model, k == indices[-1]):
                     micro = chunks[k]
-                    with self._padmin_weighted(micro.weight, partial(guard.forward_is_done, k)):
+                    with (
+                        self._padmin_losses.chunk(own),
+                        self._padmin_weighted(micro.weight, partial(guard.forward_is_done, k)),
+                    ):
                         total = total + stock(model, micro.batch, num_items_in_batch)
-        except (OutOfMemoryError, PeerError):
+        except (OutOfMemoryError, PeerError, TrainingStepError, GradientHookError):
             model.zero_grad(set_to_none=True)  # gradients of a part of a batch
             raise
         return total  # type: ignore[no-any-return]
@@ -240,14 +276,13 @@ class PadMinTrainerMixin:
         # Called with all that stock calls it with; what it returns depends on this argument.
         position = list(inspect.signature(Trainer.compute_loss).parameters).index("return_outputs") - 1
 
-        def compute_loss(*args: Any, **options: Any) -> Any:
-            result = stock(*args, **options)
+        def finish(result: Any, *args: Any, **options: Any) -> Any:
             forward_is_done()
             if args[position] if len(args) > position else options.get("return_outputs", False):
                 return (result[0] * weight, *result[1:])
             return result * weight
 
-        vars(self)["compute_loss"] = compute_loss
+        vars(self)["compute_loss"] = self._padmin_losses.of(stock, finish)
         try:
             yield
         finally:
@@ -434,6 +469,13 @@ def _refuse_unsupported(trainer: Any) -> None:
     args = trainer.args
     if type(trainer).__module__.startswith("trl."):
         raise ConfigError(f"{type(trainer).__name__} is a trainer of TRL: use PadMinMixin of trl_trainers")
+    refuse_noise_of(trainer)
+    if "layerwise" in str(args.optim) or str(getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
+        name = getattr(args.optim, "value", args.optim)
+        raise ConfigError(
+            f"optim={name!r} takes its steps in the backward pass, which runs once per part of a batch here. Use one "
+            f"that does not ({name.removesuffix('_layerwise') if 'layerwise' in name else 'adafactor'})"
+        )
     if trainer.label_smoother is not None and not trainer.model_accepts_loss_kwargs:
         raise ConfigError(
             f"label_smoothing_factor={args.label_smoothing_factor}: this model's loss is a mean over each batch, and "

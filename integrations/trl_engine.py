@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, board_alone, board_of_all, exchange_all, exchange_alone
-from lightning_padmin.errors import ConfigError, PadMinError, PadMinWarning, PeerError
-from lightning_padmin.guards import inspect_model, row_limit, with_scan_chunk
+from lightning_padmin.errors import ConfigError, PadMinError, PadMinWarning, PeerError, TrainingStepError
+from lightning_padmin.gradient_hooks import GradientHookError, HookWatch, reenters
+from lightning_padmin.guards import ArchitectureError, batch_statistics, inspect_model, row_limit, with_scan_chunk
 from lightning_padmin.integrations import trl_images, trl_stock
 from lightning_padmin.integrations.trl_check import READS_PADDING, Verdict, refuse_readers_of_padding, separates
 from lightning_padmin.integrations.trl_logprobs import (
@@ -40,6 +41,7 @@ from lightning_padmin.integrations.trl_refusals import (
 from lightning_padmin.integrations.trl_window import Window
 from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatcher
+from lightning_padmin.one_loss import OneLoss
 from lightning_padmin.packing import PackGate, gate_of
 from lightning_padmin.stats import PaddingStats
 
@@ -54,6 +56,7 @@ _NOT_POOLED = (
     "your class has its own _prepare_inputs, and what it makes of later micro-batches is not known in time: rows of "
     "each are regrouped by themselves, not those of the whole accumulation window, which would leave less padding"
 )
+_FIX_OF_STEPS = "Set mode='joint', where its step runs as without PadMinMixin, or use PadMinConfig(enabled=False)"
 
 
 class Engine:
@@ -75,6 +78,8 @@ class Engine:
         findings = inspect_model(trainer.model)
         refuse_model(findings)
         self._trainer, self._wanted, self._stock_scores = trainer, config.mode, stock_scores
+        self._hooks, self._agreed_on_hooks = HookWatch(self._fix_of_hooks), False
+        self._losses = OneLoss(type(trainer), _FIX_OF_STEPS)
         self._said: set[str] = set()
         self._config = with_scan_chunk(_for_rows(config), trainer.model)
         self._row_limit = row_limit(findings)
@@ -190,9 +195,49 @@ class Engine:
 
     def step_in_place_of(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`training_step`, which does the current step's share of the window."""
-        return stock if self.mode == "joint" or self._as_stock else partial(self._step, stock)
+        if self._as_stock:
+            return stock
+        return partial(self._whole_step if self.mode == "joint" else self._step, stock)
+
+    def _whole_step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """Joint: one backward pass for a stock micro-batch, in which hooks on parameters fire as ever.
+
+        But where checkpoints are passes of their own, they fire once for each chunk.
+        """
+        _refuse_now(model)
+        own = self._trainer.accelerator.unwrap_model(model)
+        self._hooks.look(own, [own], parameters=reenters(own))
+        with self._hooks.around(0, 2):
+            return stock(model, inputs, num_items_in_batch)
+
+    def _hooks_call_for_joint(self, model: Any) -> bool:
+        """Whether a hook acts on whole gradients, so that the window has to run in joint mode."""
+        error: GradientHookError | None = None
+        try:
+            self._hooks.look(self._trainer.accelerator.unwrap_model(model), wrapper=model)
+        except GradientHookError as caught:
+            error = caught
+        found = [int(error is not None)]
+        if not self._agreed_on_hooks:  # later on, ranks do the same by themselves
+            self._agreed_on_hooks = True
+            found = self._exchange(found)[:, 0].tolist()
+        if not any(found):
+            return False
+        if self._wanted != "auto":
+            raise error or PeerError("another rank refused a hook on gradients; its message stands in that rank's log")
+        self.mode = "joint"
+        self._say(f"mode='joint': {error or 'another rank has a hook on gradients'}")
+        return True
+
+    def _fix_of_hooks(self) -> str:
+        if self.mode == "joint":
+            return "Checkpoint with gradient_checkpointing_kwargs={'use_reentrant': False}"
+        return "" if self._wanted == "auto" else "Set mode='joint' or mode='auto'"
 
     def _step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        _refuse_now(model)
+        if self._passes is None and self._hooks_call_for_joint(model):
+            return self._whole_step(stock, model, inputs, num_items_in_batch)
         trainer, began = self._trainer, time.perf_counter()
         ends = trainer.accelerator.sync_gradients
         try:
@@ -209,7 +254,7 @@ class Engine:
                     loss = stock(model, inputs, num_items_in_batch)
         except BaseException as error:
             self.reset()
-            if isinstance(error, OutOfMemoryError | PeerError):
+            if isinstance(error, OutOfMemoryError | PeerError | TrainingStepError | GradientHookError):
                 model.zero_grad(set_to_none=True)  # gradients of a part of a batch
             raise
         self._position = 0 if ends else self._position + 1
@@ -227,13 +272,20 @@ class Engine:
                 "been regrouped already. Use mode='joint'"
             )
         chunks = window.chunks()
-        guard = passes.guard
+        own = trainer.accelerator.unwrap_model(model)
+
+        @contextmanager
+        def around(chunk: int) -> Iterator[None]:
+            compute_loss = self._losses.of(passes.loss_of(chunk))
+            hooks = self._hooks.around(window.order.index(chunk), len(window.order))
+            with passes.guard.around(chunk), hooks, trl_stock.replaced(trainer, compute_loss=compute_loss):
+                yield
+
         for chunk in chunks[:-1]:
-            replaced = trl_stock.replaced(trainer, compute_loss=passes.loss_of(chunk))
-            with guard.around(chunk), replaced, self._waiting(model):
+            with around(chunk), self._waiting(model):
                 trl_stock.plain_training_step(trainer, model, inputs, num_items_in_batch)
         trl_stock.count_time(trainer, time.perf_counter() - began)
-        with guard.around(chunks[-1]), trl_stock.replaced(trainer, compute_loss=passes.loss_of(chunks[-1])):
+        with around(chunks[-1]), self._losses.chunk(own):
             loss = stock(model, inputs, num_items_in_batch)
         window.step += 1
         if window.step == len(window.entries):
@@ -374,6 +426,13 @@ def _for_rows(config: PadMinConfig) -> PadMinConfig:
         batch_schema=trl_images.FIELDS,
         static_keys=(),
     )
+
+
+def _refuse_now(model: Any) -> None:
+    """What hooks and modes of modules make of a model in the course of a training."""
+    wrong = batch_statistics(model)
+    if wrong is not None:
+        raise ArchitectureError(wrong)
 
 
 def _to_training_mode(trainer: Any, model: Any) -> None:

@@ -20,12 +20,14 @@ from torch import nn
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
+from lightning_padmin.gradient_hooks import HookWatch, reenters, without_user_hooks
 from lightning_padmin.gradient_passes import difference_over_ranks, sketched_shards
 from lightning_padmin.guards import ArchitectureError, inspect_model, with_scan_chunk
 from lightning_padmin.integrations import trl_stock
 from lightning_padmin.integrations.trl_refusals import refuse_what_needs_many_batches
 from lightning_padmin.isolation import DATA_OF_TRAINERS, ModuleState, without_dropout
 from lightning_padmin.model_proxy import chunked
+from lightning_padmin.noise import refuse_noise_of
 from lightning_padmin.sketch import OnlyBackwardError, Sketches, difference, scales, sizes, sketched_gradients
 from lightning_padmin.stats import PaddingStats
 
@@ -34,6 +36,10 @@ _SHARDED = ("FSDP", "DEEPSPEED")
 _LOGITS_OF_KTO = (
     "KTO before TRL 1.16 logs logits/chosen and logits/rejected as means over padding too, where there are zeros now: "
     "these two differ from those without PadMinMixin. Gradients and all other metrics do not"
+)
+_FIX_OF_HOOKS = (
+    "It fires once for each chunk here: checkpoint with gradient_checkpointing_kwargs={'use_reentrant': False}, or use "
+    "PadMinConfig(enabled=False)"
 )
 
 
@@ -55,6 +61,7 @@ class OfflineEngine:
     def __init__(self, trainer: Any, config: PadMinConfig) -> None:
         _refuse_unsupported(trainer, config)
         self._trainer = trainer
+        self._hooks = HookWatch(_FIX_OF_HOOKS)
         backbones(trainer)  # refuses now, not in the first step
         for finding in inspect_model(trainer.accelerator.unwrap_model(trainer.model)):
             later = finding.rule == "balance-loss" or finding.exact_up_to is not None
@@ -77,10 +84,12 @@ class OfflineEngine:
         """The stock training step, inside of which the backbones run in chunks."""
 
         def training_step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            own, inside = self._trainer.accelerator.unwrap_model(model), backbones(self._trainer)
+            self._hooks.look(own, [inside["model"]], parameters=reenters(own))
             if not self._checked:
                 self._checked = True
                 self._check(inputs, *args, **options)
-            with chunked(backbones(self._trainer), self._config, self._exchange) as calls:
+            with self._hooks.around(0, 2), chunked(inside, self._config, self._exchange) as calls:
                 result = stock(model, inputs, *args, **options)
             self.stats, self._since_log = self.stats + calls.total, self._since_log + calls.total
             return result
@@ -107,8 +116,9 @@ class OfflineEngine:
         ways: list[Callable[[], Any]] = [nullcontext, lambda: chunked(backbones(trainer), self._config)]
         try:
             while len(sketches) < len(ways):
-                within = ways[len(sketches)]()
-                with state.watching(), trl_stock.without_trace(trainer), without_dropout(module) as watch, within:
+                within, no_hooks = ways[len(sketches)](), without_user_hooks(module)
+                alone = trl_stock.without_trace(trainer)
+                with state.watching(), alone, no_hooks, without_dropout(module) as watch, within:
                     try:
                         sketches.append(sketched_gradients(loss, module, by_backward=by_backward, again=False))
                     except OnlyBackwardError:  # once more, when what this attempt wrote has been put back
@@ -223,6 +233,7 @@ def _refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
             "runs in chunks inside of its loss. Set mode='joint' or mode='auto'"
         )
     refuse_what_needs_many_batches(config)
+    refuse_noise_of(trainer)
     if config.layout == "pack":
         raise ConfigError(
             f"layout='pack': the backbone of {name} runs in padded chunks. SFTTrainer packs by itself (packing=True, "

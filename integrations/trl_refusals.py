@@ -8,6 +8,7 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.guards import ArchitectureError, Finding
 from lightning_padmin.integrations import trl_stock
+from lightning_padmin.noise import refuse_noise_of
 
 _ONLINE = {"GRPOTrainer", "RLOOTrainer"}
 _OFFLINE = {"SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer"}
@@ -65,6 +66,7 @@ def refuse_what_needs_many_batches(config: PadMinConfig) -> None:
 def refuse_trainer(trainer: Any) -> None:
     """Raises ConfigError for arguments, models and ways to distribute that are not supported."""
     trl_stock.check_attributes(trainer)
+    refuse_noise_of(trainer)
     args = trainer.args
     if getattr(args, "n_gpu", 1) > 1:
         raise ConfigError(f"n_gpu={args.n_gpu}: DataParallel splits batches by itself. Start one process per device")

@@ -43,6 +43,10 @@ class PeerError(PadMinError):
     code = 5
 
 
+class TrainingStepError(ConfigError):
+    """A trainer's own step takes another number of losses than one per part of a batch."""
+
+
 class GradientCheckError(PadMinError):
     """Gradients of split rows are not those of the same rows un-split; the message says which declaration is wrong."""
 

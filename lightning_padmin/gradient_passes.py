@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.fields import Schema
+from lightning_padmin.gradient_hooks import without_user_hooks
 from lightning_padmin.isolation import DATA_OF_TRAINERS, ModuleState, random_states, same_random_states, without_dropout
 from lightning_padmin.layout import SlotMap
 from lightning_padmin.probe import Probe
@@ -116,7 +117,8 @@ class Passes(ABC):
     def _watched(self) -> Iterator[None]:
         assert self._state is not None
         try:
-            with without_dropout(self._module) as watch, self._state.watching():
+            no_hooks = without_user_hooks(self._module)
+            with no_hooks, without_dropout(self._module) as watch, self._state.watching():
                 before = random_states()
                 yield
             self.drew = self.drew or not same_random_states(before, random_states())

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import PadMinError
+from lightning_padmin.noise import noise_by_width, noise_words
 
 Severity = Literal["refuse", "correct", "advise"]
 
@@ -98,6 +99,10 @@ def inspect_model(model: nn.Module) -> list[Finding]:
                 "replace it (LayerNorm)"
             )
             findings[Finding("batch-norm", "refuse", f"{name} ({type(child).__name__})", reason)] = None
+        noise = noise_by_width(child)
+        if noise is not None:
+            where = name or type(child).__name__
+            findings[Finding("embedding-noise", "refuse", where, noise_words("it", noise))] = None
     order = {"refuse": 0, "correct": 1, "advise": 2}
     return sorted(findings, key=lambda finding: order[finding.severity])
 
@@ -123,10 +128,14 @@ def row_limit(findings: Iterable[Finding]) -> int | None:
 def batch_statistics(model: nn.Module) -> str | None:
     """What is wrong with a module whose result depends on which rows run together, or on how often it runs.
 
-    Batch normalization in training mode or without running statistics, other running statistics, spectral norm. A
-    module's mode can change at any time, so adapters ask before every batch. None: nothing.
+    Batch normalization in training mode or without running statistics, other running statistics, spectral norm; noise
+    that depends on the width of the call. A module's mode can change at any time, and so can its hooks, so adapters ask
+    before every batch. None: nothing.
     """
     for name, child in model.named_modules():
+        noise = noise_by_width(child) if child.training else None
+        if noise is not None:
+            return noise_words(name or "the model", noise)
         batch_norm = isinstance(child, _BatchNorm) and (child.training or child.running_mean is None)
         counting = isinstance(child, _NormBase) and child.training and child.track_running_stats
         if batch_norm or counting or (isinstance(child, _SpectralNorm) and child.training):
@@ -196,6 +205,9 @@ def _of_config(where: str, config: Any) -> Iterator[Finding]:
             "split",
             limit,
         )
+    alpha = getattr(config, "neftune_noise_alpha", None)
+    if alpha:
+        yield Finding("embedding-noise", "refuse", where, noise_words("it", f"neftune_noise_alpha={alpha}"))
     weight = getattr(config, "router_aux_loss_coef", getattr(config, "aux_loss_coef", 0)) or 0
     if getattr(config, "output_router_logits", False) and weight > 0:
         yield Finding(

@@ -77,7 +77,8 @@ class PaddedForward:
         self.config = replace(as_config(config), loss_reduction="row-mean", normalize="rank")
         findings = inspect_model(model) if isinstance(model, nn.Module) else []
         for finding in findings:  # batch normalization may still be frozen; the balance loss is taken of all rows
-            if finding.rule == "length-dependent-rope" and finding.exact_up_to is None:
+            of_width = finding.rule == "length-dependent-rope" and finding.exact_up_to is None
+            if of_width or finding.rule == "embedding-noise":
                 raise ArchitectureError(f"{finding.where}: {finding.reason}")
         if isinstance(model, nn.Module):
             self.config = with_scan_chunk(self.config, model)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.errors import BatchError, ConfigError, PadMinError
+from lightning_padmin.gradient_hooks import without_user_hooks
 from lightning_padmin.guards import inspect_model
 from lightning_padmin.isolation import untouched, without_dropout
 from lightning_padmin.microbatch import MicroBatcher, compact
@@ -134,7 +135,7 @@ def verify_equivalence(
         )
     dtype = next((p.dtype for p in module.parameters() if p.requires_grad), torch.float32)
     limit = TOLERANCES.get(dtype, 1e-3) if tolerance is None else tolerance
-    with untouched(module), without_dropout(module):
+    with untouched(module), without_user_hooks(module), without_dropout(module):
         batches = _prepare(batch, config)
         checks = []
         if forward is not None:
