@@ -98,7 +98,8 @@ def read_lengths(source: Source, tell: Tell | None = None) -> Lengths:
     refuse_special(path)
     if source.format == "npy" or (source.format is None and path.suffix == ".npy"):
         return _from_npy(path)
-    tokenizer = None if source.tokenizer is None else load_tokenizer(source.tokenizer, source.trust_remote_code)
+    trust = {"trust_remote_code": True} if source.trust_remote_code else {}
+    tokenizer = None if source.tokenizer is None else load_tokenizer(source.tokenizer, **trust)
     has_end_mark = getattr(tokenizer, "eos_token_id", None) is not None
     table = open_table(source, tell)
     parts = choose_parts(table, source.columns, has_end_mark)
