@@ -8,6 +8,7 @@ from lightning_padmin.diagnose.report import Remedy, Report
 from lightning_padmin.diagnose.sampling import Ratio, Setup
 from lightning_padmin.diagnose.spread import LengthStats
 from lightning_padmin.diagnose.verdict import judge
+from lightning_padmin.printing import printable
 
 _BAR = 40
 
@@ -17,7 +18,9 @@ def render(report: Report) -> str:
     verdict = judge(report)
     stats = report.lengths
     blocks = [
-        [f"{report.source}: {stats.rows:,} rows, {stats.tokens:,} tokens ({report.how})"],
+        [
+            f"{printable(report.source, 200)}: {stats.rows:,} rows, {stats.tokens:,} tokens ({printable(report.how, 600)})"
+        ],
         _length_table(report),
         histogram(stats),
         [_setup_line(report), "", *_remedy_table(report.remedies)],
