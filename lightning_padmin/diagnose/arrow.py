@@ -13,7 +13,7 @@ from lightning_padmin.diagnose.tables import Chunk, Table
 from lightning_padmin.printing import listed
 
 _ROWS = 1024  # at once: rows of token ids may be long
-_MOST_VALUES, _VALUES_PER_BYTE = 2**27, 256  # token ids and lengths that differ take more than a bit each
+_MOST_VALUES, _VALUES_PER_BYTE = 2**27, 64  # token ids and lengths that differ take more than a bit each
 
 
 def open_arrow(files: Sequence[Path], source: str) -> Table:

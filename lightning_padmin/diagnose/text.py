@@ -17,10 +17,9 @@ def render(report: Report) -> str:
     """Everything that `padmin diagnose SOURCE` prints."""
     verdict = judge(report)
     stats = report.lengths
+    source, how = printable(report.source, 200), printable(report.how, 600)
     blocks = [
-        [
-            f"{printable(report.source, 200)}: {stats.rows:,} rows, {stats.tokens:,} tokens ({printable(report.how, 600)})"
-        ],
+        [f"{source}: {stats.rows:,} rows, {stats.tokens:,} tokens ({how})"],
         _length_table(report),
         histogram(stats),
         [_setup_line(report), "", *_remedy_table(report.remedies)],
