@@ -162,7 +162,8 @@ class OfflineEngine:
         sketches = []
         try:
             for within in (nullcontext(), chunked(backbones(trainer), self._config, self._exchange)):
-                with trl_stock.without_trace(trainer), without_dropout(model) as watch, within:
+                no_hooks = without_user_hooks(model)
+                with trl_stock.without_trace(trainer), no_hooks, without_dropout(model) as watch, within:
                     with torch.enable_grad(), trainer.compute_loss_context_manager():
                         loss = trainer.compute_loss(model, dict(prepared), num_items_in_batch=num_items_in_batch)
                     torch.autograd.backward(loss)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -24,9 +25,12 @@ from lightning_padmin.loading import (
     token_mean,
     vocabulary_of,
 )
+from lightning_padmin.printing import first_line, printable, say
 from lightning_padmin.verify import verify_equivalence
 
 _LENGTHS = "5,9,23,12,40,31,7,18"
+_MOST_SLOTS = 2**24  # of the batch that verify makes
+_MESSAGE = 2_000  # characters
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,15 +46,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = argparse.Namespace(command="launch", run=_launch, arguments=words[1:])
     else:
         options = _parser().parse_args(words)
+    if options.command == "launch":  # what the script raises or exits with is the script's
+        return _told(options.command, lambda: int(options.run(options)))
     try:
-        return int(options.run(options))
+        return _told(options.command, lambda: int(options.run(options)))
+    except KeyboardInterrupt:
+        return _refused(options.command, "interrupted")
+    except SystemExit as error:  # a code of 0 would say that all is well
+        return _refused(options.command, f"the model's code ended the process (SystemExit: {error})")
+    except Exception as error:  # of a file, or of the user's model; 1 would say that training changes
+        return _refused(options.command, f"{type(error).__name__}: {first_line(error)}")
+
+
+def _told(command: str, run: Callable[[], int]) -> int:
+    try:
+        return run()
     except (UsageError, PadMinError) as error:
-        print(f"padmin {options.command}: {error}", file=sys.stderr)
-        return 2
+        return _refused(command, str(error))
+
+
+def _refused(command: str, reason: str) -> int:
+    """One line, whatever the reason quotes."""
+    say(f"padmin {command}: " + printable(" ".join(reason.split("\n")), _MESSAGE), sys.stderr)
+    return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Quotes arguments, which may be names of files, as a terminal may show them."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message, _MESSAGE))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="padmin", description="Padding removed before tensors reach the model.")
+    parser = _Parser(prog="padmin", description="Padding removed before tensors reach the model.")
     commands = parser.add_subparsers(dest="command", required=True)
     add_parser(commands)
     verify = commands.add_parser(
@@ -72,6 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
     verify.add_argument("--seed", type=int, default=0)
     verify.add_argument("--json", action="store_true", help="print the report as JSON")
+    verify.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that lies beside the model; without it nothing is run, and nobody is asked",
+    )
     verify.set_defaults(run=_verify)
     commands.add_parser(
         "launch",
@@ -98,15 +132,18 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _env(options: argparse.Namespace) -> int:
     text, is_resolved = describe()
-    print(text)
+    say(text)
     return 0 if is_resolved else 1
 
 
 def _verify(options: argparse.Namespace) -> int:
+    if not -(2**63) <= options.seed < 2**63:
+        raise UsageError(f"--seed {printable(options.seed, 30)}: expected an integer of 64 bits")
+    lengths = _parse_lengths(options.lengths)
     torch.manual_seed(options.seed)
-    module, loss_fn = load_model(options.model)
+    module, loss_fn = load_model(options.model, options.trust_remote_code)
     module.to(getattr(torch, options.dtype)).train()
-    batch = random_batch(_parse_lengths(options.lengths), vocabulary_of(module), options.seed)
+    batch = random_batch(lengths, vocabulary_of(module), options.seed)
     config = PadMinConfig(
         token_budget=options.token_budget, loss_reduction=options.loss_reduction, launch_cost=16, max_rows=3
     )
@@ -116,7 +153,7 @@ def _verify(options: argparse.Namespace) -> int:
         None if loss_fn is not None or not takes_positions(module) else lambda ids, at: packed_logits(module, ids, at)
     )
     report = verify_equivalence(loss, batch, config, module=module, forward=forward, packed=packed)
-    print(json.dumps(report.as_dict(), indent=2) if options.json else report)
+    say(json.dumps(report.as_dict(), indent=2) if options.json else report)
     return 0 if report.is_exact else 1
 
 
@@ -126,7 +163,10 @@ def _parse_lengths(text: str) -> list[int]:
     except ValueError:
         lengths = []
     if len(lengths) < 2 or min(lengths) < 1:
-        raise UsageError(f"--lengths {text!r}: expected at least two integers of at least 1, such as {_LENGTHS}")
+        given = printable(text, 200)
+        raise UsageError(f"--lengths {given!r}: expected at least two integers of at least 1, such as {_LENGTHS}")
+    if len(lengths) * max(lengths) > _MOST_SLOTS:
+        raise UsageError(f"--lengths: {len(lengths):,} rows x {max(lengths):,} tokens are too many to verify")
     return lengths
 
 

@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ _NOTHING = ("none", "null")
 _PACKAGES = ("torch", "numpy", "lightning", "transformers", "accelerate", "trl", "deepspeed", "peft", "kernels")
 _LAUNCHERS = ("accelerate-launch", "accelerate.commands.launch")
 _COMMANDS = ("accelerate", "accelerate.commands.accelerate_cli", "accelerate_cli.py")
+_LONGEST_YAML, _MOST_NODES, _LONGEST_SCALAR = 2**18, 10_000, 4096  # an Accelerate file has some hundred of each
 _said: set[str] = set()
 
 
@@ -293,13 +295,41 @@ def load_yaml(file: Path) -> dict[str, Any]:
         ConfigError: it cannot be read.
     """
     yaml = _needs("yaml", "pyyaml")
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file}: is a folder, pipe or device and no file; name the configuration file")
     try:
-        whole = yaml.safe_load(file.read_text(encoding="utf-8"))
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(_LONGEST_YAML + 1)
+        # An alias stands for a whole tree again: ten lines of ten aliases each would be ten thousand million entries.
+        too_large = len(text) > _LONGEST_YAML or _expanded(yaml.compose(text, yaml.SafeLoader)) > _MOST_NODES
+        whole = None if too_large else yaml.safe_load(text)
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # also dates and numbers that are none
         raise ConfigError(f"{file}: cannot be read as YAML ({error})") from None
+    if too_large:
+        raise ConfigError(
+            f"{file}: has more than {_LONGEST_YAML:,} characters, {_MOST_NODES:,} entries (aliases written out), or "
+            f"{_LONGEST_SCALAR:,} characters in one; a configuration has less"
+        )
     if not isinstance(whole, dict):
         raise ConfigError(f"{file}: expected a mapping, as `accelerate config` writes it")
     return whole
+
+
+def _expanded(root: Any) -> float:
+    """Number of entries below a node of YAML with its aliases written out; endless for one within itself."""
+    sizes: dict[int, float] = {}
+
+    def size(node: Any) -> float:
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf  # until it is known; met again before that, it lies within itself
+            value = getattr(node, "value", "")
+            if isinstance(value, str) and len(value) > _LONGEST_SCALAR:
+                return math.inf  # a number of that many digits could not even be shown
+            below = value if isinstance(value, list) else []
+            sizes[id(node)] = 1 + sum(sum(map(size, each)) if isinstance(each, tuple) else size(each) for each in below)
+        return sizes[id(node)]
+
+    return size(root)
 
 
 def launcher_file() -> Path | None:

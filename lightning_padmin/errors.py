@@ -6,11 +6,17 @@ integer `code`, because ranks tell each other in integers why a batch was refuse
 
 from __future__ import annotations
 
+from lightning_padmin.printing import printable_lines
+
 
 class PadMinError(ValueError):
     """Base class of all refusals. Nothing has been changed or left half-installed when one is raised."""
 
     code = 9
+
+    def __str__(self) -> str:
+        """The message, with names of the user's data as a terminal may show them."""
+        return printable_lines(super().__str__())
 
 
 class ConfigError(PadMinError):
@@ -55,3 +61,7 @@ class GradientCheckError(PadMinError):
 
 class PadMinWarning(UserWarning):
     """Something the user should know once: a row over budget, a target lost by the roll."""
+
+    def __str__(self) -> str:
+        """As that of `PadMinError`."""
+        return printable_lines(super().__str__())

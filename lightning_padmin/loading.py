@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_padmin.printing import first_line, guard_logs
+
 LossFunction = Callable[[Any], Tensor]
 
 
@@ -20,28 +24,54 @@ class UsageError(Exception):
     """Something the user gave cannot be used; the message names it and the fix."""
 
 
-def load_model(name: str) -> tuple[nn.Module, LossFunction | None]:
+def load_model(name: str, trust_remote_code: bool = False) -> tuple[nn.Module, LossFunction | None]:
     """A model by its name, and the loss if the user's function gave one.
 
     Args:
         name: folder or hub id of a causal language model, or `module:function` that returns a module, or a pair
             (module, function batch -> loss).
+        trust_remote_code: whether Python code that lies beside the model may run. Nobody is asked.
 
     Raises:
         UsageError: it cannot be loaded.
     """
-    if ":" in name and not Path(name).exists():
+    if ":" in name and not os.path.exists(name):
         return _from_function(name)
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise UsageError(f"{name!r} needs transformers to be loaded: pip install transformers") from error
+    refuse_special_files(name)
+    guard_logs("transformers", "huggingface_hub")
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"{name!r} is no folder or hub id of a causal language model ({reason})") from error
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # of many kinds: a damaged or pickled file, an unknown kind of model, the network
+        raise UsageError(
+            f"{name!r} is no folder or hub id of a causal language model ({why_not_loaded(error, trust_remote_code)})"
+        ) from error
     return model, None
+
+
+def why_not_loaded(error: Exception, trust_remote_code: bool) -> str:
+    """What transformers says, in one line; with the option where it wants to run code."""
+    if "trust_remote_code" in str(error) and not trust_remote_code:
+        return "it comes with Python code of its own, which is not run; read it, then give --trust-remote-code"
+    return first_line(error)
+
+
+def refuse_special_files(folder: str) -> None:
+    """Raises UsageError for a folder with a pipe, socket or device, which reading would wait for."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (OSError, ValueError):  # no folder: a hub id, or nothing
+        return
+    for name in names:
+        path = os.path.join(folder, name)
+        mode = os.stat(path).st_mode if os.path.exists(path) else stat.S_IFREG  # a link to nowhere cannot be opened
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise UsageError(f"{path!r} is no regular file: take it out of the folder")
 
 
 def _from_function(name: str) -> tuple[nn.Module, LossFunction | None]:
@@ -50,7 +80,9 @@ def _from_function(name: str) -> tuple[nn.Module, LossFunction | None]:
     try:
         made = getattr(importlib.import_module(path), attribute)()
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"{name!r}: {error}; expected module:function, importable from here") from error
+        raise UsageError(f"{name!r}: {first_line(error)}; expected module:function, importable from here") from error
+    except (Exception, SystemExit) as error:  # of the user's own code
+        raise UsageError(f"{name!r} raised {type(error).__name__}: {first_line(error)}") from error
     finally:
         sys.path.pop(0)
     module, loss_fn = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
@@ -83,11 +115,36 @@ def random_batch(lengths: list[int], vocabulary: int, seed: int) -> dict[str, Te
 
 
 def logits_of(module: nn.Module, batch: Any) -> Tensor:
-    """(B, L, V), of a model that is called as those of transformers are."""
-    device = next(module.parameters()).device
+    """(B, L, V), of a model that is called as those of transformers are.
+
+    Raises:
+        UsageError: it returns something else.
+    """
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
     inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
-    logits: Tensor = module(**inputs, use_cache=False).logits
+    options = {"use_cache": False} if takes(module, "use_cache") else {}
+    return _logits(module, module(**inputs, **options))
+
+
+def _logits(module: nn.Module, outputs: Any) -> Tensor:
+    logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        found = f"{type(outputs).__name__} without logits" if logits is None else f"logits {_kind(logits)}"
+        raise UsageError(
+            f"{type(module).__name__} returns {found}: expected outputs with .logits (rows, width, vocabulary); for "
+            "another model give a function that returns the pair (module, function batch -> loss)"
+        )
     return logits
+
+
+def _kind(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether its forward takes an argument of that name, or all names."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
 def takes_positions(module: nn.Module) -> bool:
@@ -98,8 +155,8 @@ def takes_positions(module: nn.Module) -> bool:
 def packed_logits(module: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
     """Logits (B, L, V) of rows that hold several documents, whose positions restart at each."""
     # Without a cache and a mask transformers builds a block-diagonal mask from restarting positions.
-    logits: Tensor = module(input_ids=ids, position_ids=positions, use_cache=False).logits
-    return logits
+    options = {"use_cache": False} if takes(module, "use_cache") else {}
+    return _logits(module, module(input_ids=ids, position_ids=positions, **options))
 
 
 def token_mean(logits: Tensor, labels: Tensor) -> Tensor:

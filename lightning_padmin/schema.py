@@ -18,8 +18,9 @@ from lightning_padmin.columns import KNOWN as _COLUMNS
 from lightning_padmin.columns import holds_integers
 from lightning_padmin.errors import SchemaError
 from lightning_padmin.fields import AXES, Axis, Field, Fill, Kind, Schema, parse_field
+from lightning_padmin.printing import listed
 from lightning_padmin.shapes import check_plain, check_shape, with_owner
-from lightning_padmin.tree import check_rebuildable, find_path, iter_leaves, last_part, tensors_in
+from lightning_padmin.tree import Paths, check_rebuildable, find_path, iter_leaves, last_part, tensors_in
 
 __all__ = ["AXES", "Axis", "Field", "Kind", "Schema", "find_path", "infer_schema", "parse_field"]
 
@@ -105,7 +106,8 @@ def infer_schema(
     for path, (axis, _) in roles.items():
         if path != along or fields[path].kind not in ("row", "column"):
             check_plain(path, found.leaves[path], fields[path], axis)
-    fields = {path: with_owner(path, fields) for path in fields}
+    paths = Paths(fields)
+    fields = {path: with_owner(path, fields, paths) for path in fields}
     check_rebuildable(batch, fields)
     widths = (found.width,) if found.decoder_width is None else (found.width, found.decoder_width)
     by_row = {path for path in fields if fields[path].kind in ("row", "column")}
@@ -129,19 +131,19 @@ class _Inference:
         self, batch: Any, overrides: dict[str, Field], static_keys: tuple[str, ...], previous: Schema | None
     ) -> None:
         self.leaves: dict[str, Any] = dict(iter_leaves(batch, [*overrides, *static_keys]))
+        self.paths = Paths(self.leaves)
         self.declared: dict[str, Field] = {}
         for key, entry in [*overrides.items(), *((key, Field("static")) for key in static_keys)]:
             # A declared entry may be absent: image keys, say, are missing from batches without images.
-            path = find_path(key, tuple(self.leaves), "batch_schema key")
-            below = [leaf for leaf in self.leaves if leaf.startswith(key + ".")]
-            self.declared |= dict.fromkeys(below if path is None else [path], entry)
+            path = find_path(key, self.paths, "batch_schema key")
+            self.declared |= dict.fromkeys(self.paths.below(key) if path is None else [path], entry)
         self.row_shapes: dict[str, tuple[int, ...]] = dict(previous.row_shapes) if previous is not None else {}
         self.rows = self.width = 0
         self.decoder_width: int | None = None
 
     def role(self, option: str, key: str) -> str | None:
         """Path of the tensor that an option names, None if the batch has none."""
-        path = find_path(key, tuple(self.leaves), option)
+        path = find_path(key, self.paths, option)
         if path is None or self.leaves[path] is None:
             return None
         leaf = self.leaves[path]
@@ -155,6 +157,8 @@ class _Inference:
         leaf = self.leaves[path]
         if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
             raise SchemaError(f"{path!r} is a sparse or nested tensor: make it dense, or a list of one tensor per row")
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            raise SchemaError(f"{path!r} is a tensor without values (device 'meta'): move the batch to a device first")
         return path
 
     def mask(self, key: str) -> str:
@@ -162,7 +166,7 @@ class _Inference:
         path = self.role("mask_key", key)
         if path is None:
             raise SchemaError(
-                f"mask_key={key!r}: the batch has no such entry (it has {', '.join(self.leaves) or 'none'}). "
+                f"mask_key={key!r}: the batch has no such entry (it has {listed(self.leaves) or 'none'}). "
                 "Padding is never guessed from token ids: have the collate function return the mask, or name the entry "
                 "that holds it"
             )
@@ -181,7 +185,7 @@ class _Inference:
         """Path of the labels, None if there are none that loss tokens could be counted from."""
         if key is None:
             return None
-        path = find_path(key, tuple(self.leaves), "labels_key")
+        path = find_path(key, self.paths, "labels_key")
         if path in self.declared:
             countable = isinstance(self.leaves[path], torch.Tensor) and self.declared[path].kind in (
                 *("row", "column", "position"),
@@ -189,7 +193,7 @@ class _Inference:
             return path if countable else None  # declared as something else: class names, say
         path = self.role("labels_key", key)
         if path is None and key != "labels" and key not in self.leaves:
-            raise SchemaError(f"labels_key={key!r}: the batch has no such entry (it has {', '.join(self.leaves)})")
+            raise SchemaError(f"labels_key={key!r}: the batch has no such entry (it has {listed(self.leaves)})")
         if path is not None and self.leaves[path].ndim == 2 and self.leaves[path].is_floating_point():
             raise SchemaError(
                 f"labels_key={key!r}: {path!r} is floating point of shape {tuple(self.leaves[path].shape)}. Declare "
@@ -276,7 +280,7 @@ class _Inference:
         """Lists of one entry per row; what cannot have rows is shared by all."""
         if isinstance(leaf, str | bytes):
             return Field("static")
-        has_rows = [item.shape[0] == self.rows for item in tensors_in(leaf) if item.ndim > 0]
+        has_rows = [item.shape[0] == self.rows for item in tensors_in(leaf, path) if item.ndim > 0]
         if not isinstance(leaf, list | tuple):
             if has_rows or (hasattr(leaf, "__len__") and hasattr(leaf, "__getitem__")):
                 raise SchemaError(

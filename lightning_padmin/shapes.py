@@ -12,7 +12,7 @@ import torch
 from lightning_padmin.columns import holds_integers
 from lightning_padmin.errors import SchemaError
 from lightning_padmin.fields import Axis, Field
-from lightning_padmin.tree import find_path
+from lightning_padmin.tree import DEEPEST, Paths, find_path
 
 
 def check_shape(path: str, leaf: Any, entry: Field, rows: int, widths: Mapping[Axis, int | None]) -> Field:
@@ -83,8 +83,13 @@ def check_plain(path: str, leaf: torch.Tensor, entry: Field, axis: Axis) -> None
         )
 
 
-def with_owner(path: str, fields: Mapping[str, Field]) -> Field:
+def with_owner(path: str, fields: Mapping[str, Field], paths: Paths) -> Field:
     """The field of a path; of a unit, with the whole path of the entry that counts it.
+
+    Args:
+        path: of one of the fields.
+        fields: all of the batch.
+        paths: theirs.
 
     Raises:
         SchemaError: that entry is absent, or does not count anything.
@@ -92,11 +97,13 @@ def with_owner(path: str, fields: Mapping[str, Field]) -> Field:
     seen, entry = [path], fields[path]
     while fields[seen[-1]].kind == "unit":
         counts = str(fields[seen[-1]].counts)
-        owner = find_path(counts, tuple(fields), "counts")
+        owner = find_path(counts, paths, "counts")
         if owner is None:
             raise SchemaError(f"{path!r} is declared with counts={counts!r}: the batch has no such entry")
         if owner in seen or fields[owner].kind not in ("row", "unit"):
             what = "no entry of integers per row, nor of other units"
             raise SchemaError(f"{path!r} is declared with counts={counts!r}, which is {what}")
         seen.append(owner)
+        if len(seen) > DEEPEST:
+            raise SchemaError(f"{path!r} counts through more than {DEEPEST} other entries: name a row entry in counts")
     return replace(entry, counts=seen[1]) if entry.kind == "unit" else entry

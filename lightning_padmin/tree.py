@@ -6,14 +6,17 @@ joined by dots: `"inputs.attention_mask"`, or `"0"` for the first entry of a tup
 
 A list or tuple below the top is a leaf (one entry per row, or shared by all rows) unless somebody names a path
 inside of it, in which case it is an inner node like the others.
+
+Everything here takes time in proportion to the entries, and a batch may have `DEEPEST` levels and `MOST` entries.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from bisect import bisect_left
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +24,10 @@ import numpy as np
 import torch
 
 from lightning_padmin.errors import SchemaError
+from lightning_padmin.printing import listed, printable
+
+DEEPEST = 100  # levels; frameworks that move batches to a device give up at some three hundred
+MOST = 1_000_000  # entries: a few containers within each other several times may stand for any number
 
 
 def join(path: str, key: object) -> str:
@@ -33,17 +40,52 @@ def last_part(path: str) -> str:
     return path.rsplit(".", 1)[-1]
 
 
-def find_path(key: str, paths: Sequence[str], option: str) -> str | None:
+class Paths:
+    """Paths that are looked up many times: by themselves, by their last part, and by what they lie in."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self.all = dict.fromkeys(paths)
+
+    @cached_property
+    def _by_end(self) -> dict[str, list[str]]:
+        ends: dict[str, list[str]] = {}
+        for path in self.all:
+            ends.setdefault(last_part(path), []).append(path)
+        return ends
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self.all)
+
+    def ending_in(self, key: str) -> list[str]:
+        """Those whose last part is `key`."""
+        return self._by_end.get(key, [])
+
+    def below(self, key: str) -> list[str]:
+        """Those inside of the node `key`, sorted."""
+        start = end = bisect_left(self._sorted, key + ".")
+        while end < len(self._sorted) and self._sorted[end].startswith(key + "."):
+            end += 1
+        return self._sorted[start:end]
+
+    def has_below(self, key: str) -> bool:
+        """Whether any lies inside of the node `key`."""
+        first = bisect_left(self._sorted, key + ".")
+        return first < len(self._sorted) and self._sorted[first].startswith(key + ".")
+
+
+def find_path(key: str, paths: Paths | Sequence[str], option: str) -> str | None:
     """The path that `key` names: itself, else the one path whose last part it is; None if there is none.
 
     Raises:
         SchemaError: several paths end in `key`.
     """
-    if key in paths:
+    paths = paths if isinstance(paths, Paths) else Paths(paths)
+    if key in paths.all:
         return key
-    ends = [path for path in paths if last_part(path) == key]
+    ends = paths.ending_in(key)
     if len(ends) > 1:
-        raise SchemaError(f"{option}={key!r} names several entries: {', '.join(ends)}. Give the whole path of one")
+        raise SchemaError(f"{option}={key!r} names several entries: {listed(ends)}. Give the whole path of one")
     return ends[0] if ends else None
 
 
@@ -51,7 +93,7 @@ def _is_named_tuple(node: object) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def _children(node: Any, path: str, named: Collection[str]) -> list[tuple[object, Any]] | None:
+def _children(node: Any, path: str, named: Paths) -> list[tuple[object, Any]] | None:
     """Key and value of each child of an inner node, None for a leaf."""
     if isinstance(node, Mapping):
         return list(node.items())
@@ -60,8 +102,7 @@ def _children(node: Any, path: str, named: Collection[str]) -> list[tuple[object
         return [(name, getattr(node, name)) for name in names if hasattr(node, name)]  # init=False may be unset
     if _is_named_tuple(node):
         return list(zip(node._fields, node, strict=True))
-    opened = not path or (path not in named and any(name.startswith(path + ".") for name in named))
-    if isinstance(node, list | tuple) and opened:
+    if isinstance(node, list | tuple) and (not path or (path not in named.all and named.has_below(path))):
         return list(enumerate(node))
     return None
 
@@ -74,30 +115,55 @@ def iter_leaves(batch: Any, named: Collection[str] = ()) -> Iterator[tuple[str, 
         named: paths that a user declared; a list or tuple above one of them is walked into.
 
     Raises:
-        SchemaError: the batch itself is not a container, or two leaves share a path.
+        SchemaError: the batch itself is not a container, two leaves share a path, a container lies within itself, or
+            there are more than `DEEPEST` levels or `MOST` entries.
     """
-    if _children(batch, "", named) is None:
+    known = Paths(named)
+    if _children(batch, "", known) is None:
         raise SchemaError(
             f"batch of type {type(batch).__name__}: expected a mapping, dataclass, named tuple, list or tuple of "
             "tensors; have the collate function return one of these"
         )
     seen: set[str] = set()
-    stack: list[tuple[str, Any]] = [("", batch)]
+    stack: list[tuple[str, Any, tuple[Any, ...]]] = [("", batch, ())]  # path, node, the nodes that it lies in
     while stack:
-        path, node = stack.pop()
-        children = _children(node, path, named)
+        path, node, above = stack.pop()
+        children = _children(node, path, known)
         if children is None:
             if path in seen:
                 raise SchemaError(f"two entries of the batch have the path {path!r}: rename one of them")
             seen.add(path)
             yield path, node
-        else:
-            stack.extend((join(path, key), value) for key, value in reversed(children))
+            continue
+        _check_nesting(path, node, above)
+        if len(seen) + len(stack) + len(children) > MOST:
+            raise _too_many(path)
+        above = (*above, node)
+        stack.extend((join(path, key), value, above) for key, value in reversed(children))
+
+
+def _check_nesting(path: str, node: Any, above: tuple[Any, ...]) -> None:
+    if any(node is each for each in above):  # not by `id`, which a mapping that makes its entries anew may use twice
+        raise SchemaError(f"{_short(path)} is a {type(node).__name__} that lies within itself: have it hold data only")
+    if len(above) >= DEEPEST:
+        raise SchemaError(f"{_short(path)} lies more than {DEEPEST} levels deep in the batch: make the batch flatter")
+
+
+def _too_many(path: str) -> SchemaError:
+    return SchemaError(f"the batch has more than {MOST:,} entries, at {_short(path)}: put them into tensors or lists")
+
+
+def _short(path: str) -> str:
+    return f"'{printable(path, 80)}'"
 
 
 def map_leaves(batch: Any, function: Callable[[str, Any], Any], named: Collection[str] = ()) -> Any:
-    """A new batch of the same types, each leaf replaced by `function(path, leaf)`; the original stays as it is."""
-    return _map(batch, "", function, named)
+    """A new batch of the same types, each leaf replaced by `function(path, leaf)`; the original stays as it is.
+
+    Raises:
+        SchemaError: as `iter_leaves`, of levels.
+    """
+    return _map(batch, "", function, Paths(named), ())
 
 
 def check_rebuildable(batch: Any, named: Collection[str] = ()) -> None:
@@ -111,29 +177,42 @@ def check_rebuildable(batch: Any, named: Collection[str] = ()) -> None:
         ) from error
 
 
-def tensors_in(leaf: Any) -> Iterator[torch.Tensor | np.ndarray]:
+def tensors_in(leaf: Any, path: str = "") -> Iterator[torch.Tensor | np.ndarray]:
     """The tensors and arrays of a list's items or an object's attributes, however deep.
 
     A list inside of another is judged by its first item, since it may hold one number per token.
+
+    Raises:
+        SchemaError: of the leaf of that path, as `iter_leaves`.
     """
     items = leaf if isinstance(leaf, list | tuple) else getattr(leaf, "__dict__", {}).values()
-    yield from _tensors_in(list(items))
-
-
-def _tensors_in(items: Sequence[Any]) -> Iterator[torch.Tensor | np.ndarray]:
-    for item in items:
+    stack: list[tuple[Any, tuple[Any, ...]]] = [(item, (leaf,)) for item in reversed(list(items))]
+    met = 0
+    while stack:
+        item, above = stack.pop()
         if isinstance(item, torch.Tensor | np.ndarray):
             yield item
-        else:
-            children = item[:1] if type(item) in (list, tuple) else [v for _, v in _children(item, "", ()) or []]
-            yield from _tensors_in(children)
+            continue
+        children = item[:1] if type(item) in (list, tuple) else [v for _, v in _children(item, "", _NONE) or []]
+        if children:
+            _check_nesting(path, item, above)
+            met += len(children)
+            if met > MOST:
+                raise _too_many(path)
+            above = (*above, item)
+            stack.extend((child, above) for child in reversed(children))
 
 
-def _map(node: Any, path: str, function: Callable[[str, Any], Any], named: Collection[str]) -> Any:
+_NONE = Paths(())
+
+
+def _map(node: Any, path: str, function: Callable[[str, Any], Any], named: Paths, above: tuple[Any, ...]) -> Any:
     children = _children(node, path, named)
     if children is None:
         return function(path, node)
-    values = {key: _map(value, join(path, key), function, named) for key, value in children}
+    _check_nesting(path, node, above)
+    above = (*above, node)
+    values = {key: _map(value, join(path, key), function, named, above) for key, value in children}
     return _rebuild(node, values)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_padmin.diagnose.problems import DiagnoseError, first_line, needed
+from lightning_padmin.diagnose.problems import DiagnoseError, first_line, needed, refuse_special, shown
 from lightning_padmin.diagnose.tables import Chunk, Table
+from lightning_padmin.printing import listed
 
 _ROWS = 1024  # at once: rows of token ids may be long
+_MOST_VALUES, _VALUES_PER_BYTE = 2**27, 64  # token ids and lengths that differ take more than a bit each
 
 
 def open_arrow(files: Sequence[Path], source: str) -> Table:
@@ -39,6 +42,7 @@ def _chunks(pyarrow: Any, files: Sequence[Path], fields: Sequence[str]) -> Itera
 
 def _batches(pyarrow: Any, files: Sequence[Path], fields: list[str] | None) -> Iterator[Any]:
     for path in files:
+        refuse_special(path)
         try:
             with path.open("rb") as file:
                 is_parquet = file.read(4) == b"PAR1"
@@ -55,7 +59,18 @@ def _batches(pyarrow: Any, files: Sequence[Path], fields: list[str] | None) -> I
 def _parquet(path: Path, fields: list[str] | None) -> Iterator[Any]:
     parquet = needed("pyarrow.parquet", f"reading {path}")
     with parquet.ParquetFile(path, memory_map=True) as file:
+        _refuse_bomb(path, file.metadata)
         yield from file.iter_batches(_ROWS, columns=fields)
+
+
+def _refuse_bomb(path: Path, metadata: Any) -> None:
+    """Raises DiagnoseError for a file of a few bytes that says it has billions of values, which are all the same."""
+    groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
+    values = sum(group.column(index).num_values for group in groups for index in range(group.num_columns))
+    if values > max(_MOST_VALUES, _VALUES_PER_BYTE * path.stat().st_size):
+        raise DiagnoseError(
+            f"{path}: has {values:,} values in {path.stat().st_size:,} bytes; it is damaged, or no data"
+        )
 
 
 def _ipc(pyarrow: Any, path: Path) -> Iterator[Any]:
@@ -84,25 +99,35 @@ def saved_files(folder: Path, split: str | None) -> tuple[list[Path], str] | Non
         DiagnoseError: the split is not there, or the folder's own notes cannot be read.
     """
     if (folder / "dataset_dict.json").is_file():
-        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        found = _json(folder / "dataset_dict.json").get("splits", [])
+        splits = [str(each) for each in found] if isinstance(found, list) else []
         wanted = split or (splits[0] if len(splits) == 1 else "train")
         if wanted not in splits:
-            raise DiagnoseError(
-                f"{folder}: has no split {wanted!r}, it has {', '.join(splits)}; choose one with --split"
-            )
-        folder = folder / wanted
+            raise DiagnoseError(f"{folder}: has no split {wanted!r}, it has {listed(splits)}; choose one with --split")
+        folder = _inside(folder, wanted)
     if not (folder / "state.json").is_file():
         return None
     state = _json(folder / "state.json")
     if state.get("_indices_files"):
         raise DiagnoseError(f"{folder}: has rows selected by an index; flatten_indices() before save_to_disk")
-    return [folder / str(each["filename"]) for each in state.get("_data_files", [])], str(folder)
+    try:
+        names = [str(each["filename"]) for each in state.get("_data_files", [])]
+    except (TypeError, KeyError) as error:
+        raise DiagnoseError(f"{folder}: its state.json does not name its files; save the data set again") from error
+    return [_inside(folder, name) for name in names], str(folder)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file or folder right inside of a folder, which a note in it names."""
+    if name in ("", ".", "..") or "/" in name or os.sep in name:
+        raise DiagnoseError(f"{folder}: names {shown(name)} as its own, which is elsewhere; save the data set again")
+    return folder / name
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise DiagnoseError(f"{path}: cannot be read ({first_line(error)}); save the data set again") from error
     if not isinstance(found, dict):
         raise DiagnoseError(f"{path}: is no JSON object; save the data set again")

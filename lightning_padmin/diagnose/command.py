@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from lightning_padmin.diagnose.report import make_report
 from lightning_padmin.diagnose.sampling import BATCHINGS, Setup
 from lightning_padmin.diagnose.text import render
 from lightning_padmin.diagnose.verdict import judge
+from lightning_padmin.printing import printable, say
 
 _DESCRIPTION = (
     "Says from your own data what padding costs, what each remedy gives, which budget to use, and when padding is not "
@@ -43,6 +43,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--log", help="a metrics log: metrics.csv, trainer_state.json, JSONL or CSV")
     parser.add_argument("--model", help="measure a model's passes: folder, hub id, or module:function as for verify")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that lies beside the model or tokenizer; without it nothing is run, and nobody is asked",
+    )
     parser.add_argument("--plot", type=Path, help="write pictures to this file")
     _add_columns(parser.add_argument_group("what to read"))
     _add_setup(parser.add_argument_group("how you train today, and what to try"))
@@ -119,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
     if options.source:
         text, found["data"] = _diagnose(options, probe)
         texts.append(text)
-    _say(json.dumps(found, indent=2) if options.json else "\n\n".join(texts))
+    say(json.dumps(found, indent=2) if options.json else "\n\n".join(texts))
     return 0
 
 
@@ -128,7 +133,12 @@ def _probe(options: argparse.Namespace) -> ProbeReport:
         raise DiagnoseError(f"--repeats {options.repeats}: expected an integer of at least 1")
     with progress("timing passes", None) as tell:
         return probe_model(
-            options.model, dtype=options.dtype, repeats=options.repeats, widest=options.max_length, tell=tell
+            options.model,
+            dtype=options.dtype,
+            repeats=options.repeats,
+            widest=options.max_length,
+            tell=tell,
+            trust_remote_code=options.trust_remote_code,
         )
 
 
@@ -138,7 +148,7 @@ def _diagnose(options: argparse.Namespace, probe: ProbeReport | None) -> tuple[s
         launch_cost, told = (128, "the default") if probe is None else (probe.fit.launch_cost, "measured")
     setup = _setup(options, launch_cost)
     source = _source(options)
-    with progress(f"reading {source.name}", _size(source.name)) as tell:
+    with progress(f"reading {printable(source.name, 60)}", _size(source.name)) as tell:
         lengths = read_lengths(source, tell)
     with progress("planning steps", None) as tell:
         report = make_report(lengths, setup, tell, told)
@@ -176,6 +186,7 @@ def _source(options: argparse.Namespace) -> Source:
         name=options.source,
         columns=columns,
         tokenizer=options.tokenizer,
+        trust_remote_code=options.trust_remote_code,
         format=options.format,
         split=options.split,
         subset=options.subset,
@@ -185,9 +196,3 @@ def _source(options: argparse.Namespace) -> Source:
 
 def _size(name: str) -> int | None:
     return os.path.getsize(name) if os.path.isfile(name) else None
-
-
-def _say(text: str) -> None:
-    """Prints, with a stand-in for what the terminal's encoding does not have."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding))

@@ -13,6 +13,8 @@ from lightning_padmin.diagnose.lines import LONGEST_LINE, Tell, read_lines
 from lightning_padmin.diagnose.problems import DiagnoseError, shown
 from lightning_padmin.diagnose.tables import CHUNK_CHARACTERS, CHUNK_ROWS, Chunk, Table
 
+MOST_COLUMNS = 100_000
+
 
 def open_csv(path: Path, tell: Tell | None = None, delimiter: str | None = None) -> Table:
     """A file with a header line; or a single column of numbers without one, called "length".
@@ -24,6 +26,8 @@ def open_csv(path: Path, tell: Tell | None = None, delimiter: str | None = None)
     _, header = next(rows, (0, []))
     if not header:
         raise DiagnoseError(f"{path}: is empty, it has no rows")
+    if len(header) > MOST_COLUMNS:
+        raise DiagnoseError(f"{path}, line 1: has {len(header):,} columns; write one row per line, with a header line")
     has_header = not all(_is_number(name) for name in header)
     if not has_header and len(header) > 1:
         raise DiagnoseError(f"{path}, line 1: has numbers and no column names; add a header line")
@@ -73,6 +77,9 @@ def _csv_rows(path: Path, tell: Tell | None, delimiter: str | None) -> Iterator[
 def _csv_chunks(
     path: Path, tell: Tell | None, delimiter: str | None, names: list[str], has_header: bool, fields: Sequence[str]
 ) -> Iterator[Chunk]:
+    for field in fields:
+        if names.count(field) > 1:
+            raise DiagnoseError(f"{path}, line 1: has {names.count(field)} columns {shown(field)}; rename one of them")
     pick = itemgetter(*(names.index(field) for field in fields))
     rows = _csv_rows(path, tell, delimiter)
     for _ in range(has_header):

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_padmin.diagnose.problems import DiagnoseError, shown
 from lightning_padmin.diagnose.tables import Table
+from lightning_padmin.printing import listed
 
 _LENGTHS = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "seq_len", "tokens")
 _PAIRS = (("prompt_tokens", "completion_tokens"), ("prompt_ids", "completion_ids"), ("prompt", "completion"))
@@ -99,7 +100,7 @@ def _known(table: Table, columns: Columns, has_end_mark: bool) -> tuple[Part, ..
     for name in (*_CHATS, "text"):
         if name in there:
             return (Part((name,), _demand(table, name, columns, ("text", "messages"), "the column")),)
-    raise DiagnoseError(f"{table.source}: none of the columns {', '.join(there)} is known; name one with {_OPTIONS}")
+    raise DiagnoseError(f"{table.source}: none of the columns {listed(there)} is known; name one with {_OPTIONS}")
 
 
 def _pair(table: Table, prompt: str, completion: str, columns: Columns, has_end_mark: bool) -> tuple[Part, ...]:
@@ -116,7 +117,7 @@ def _pair(table: Table, prompt: str, completion: str, columns: Columns, has_end_
 
 def _demand(table: Table, field: str, columns: Columns, kinds: Sequence[str], option: str) -> str:
     if field not in table.first:
-        raise DiagnoseError(f"{option} {field}: {table.source} has no such column, it has {', '.join(table.first)}")
+        raise DiagnoseError(f"{option} {field}: {table.source} has no such column, it has {listed(table.first)}")
     kind = _kind(table, field, columns)
     if kind in ("text", "messages") and kind in kinds and not columns.has_tokenizer:
         raise DiagnoseError(f"{table.source}: {field} is {kind}; --tokenizer MODEL is needed to count its tokens")

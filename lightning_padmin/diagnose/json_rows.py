@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_padmin.diagnose.lines import LONGEST_LINE, Tell, first_character, read_blocks, read_lines
-from lightning_padmin.diagnose.problems import DiagnoseError, shown
+from lightning_padmin.diagnose.problems import DiagnoseError, first_line, shown
 from lightning_padmin.diagnose.tables import Records, Table, table_of_records
 
 _SEPARATORS = re.compile(r"[\s,]*")
@@ -33,7 +33,7 @@ def _is_row_per_line(path: Path) -> bool:
     lines = [text for _, text in itertools.islice(((n, t) for n, t in read_lines(path) if t.strip()), 2)]
     try:
         first = json.loads(lines[0])
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return len(lines) > 1 and all(isinstance(each, int) for each in first)
 
@@ -50,11 +50,17 @@ def _line_records(path: Path, tell: Tell | None) -> Records:
 
 
 def _no_json(path: Path, number: int, line: str, error: Exception) -> str:
-    reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+    reason = _reason(error)
     fix = "write one row per line" if line.strip() in "{[" else "one JSON object per line was expected"
     if not line.endswith("\n"):
         fix = "the last line may be cut off"
     return f"{path}, line {number}: is not JSON ({reason}) in {shown(line.strip())}; {fix}"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    return "too many levels" if isinstance(error, RecursionError) else first_line(error)  # a number of too many digits
 
 
 def _as_record(value: Any, where: str) -> Mapping[str, Any]:
@@ -101,7 +107,7 @@ def _element(text: str, at: int) -> tuple[Any, int, str]:
     try:
         value, end = _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError) as error:
-        return None, len(text), error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        return None, len(text), _reason(error)
     return value, end, "the file ends there"
 
 

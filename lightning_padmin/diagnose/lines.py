@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_padmin.diagnose.problems import DiagnoseError, first_line, shown
+from lightning_padmin.diagnose.problems import DiagnoseError, first_line, refuse_special, shown
 
 LONGEST_LINE = 64 * 2**20
 _GZIP = b"\x1f\x8b"
+_MOST_UNPACKED, _MOST_TIMES = 256 * 2**20, 100  # text of data sets is packed to a third, of numbers to a tenth
 _EVERY = 4096  # lines between two reports of progress
 
 # Told how many bytes of the file have been read.
@@ -39,6 +40,8 @@ def read_lines(path: Path, tell: Tell | None = None) -> Iterator[tuple[int, str]
                 number += 1
                 if number % _EVERY == 0 and tell is not None:
                     tell(raw.tell())
+                if number % _EVERY == 0 or len(line) > 2**20:
+                    _refuse_bomb(path, raw, unpacked)
                 if len(line) > LONGEST_LINE or b"\0" in line:
                     raise DiagnoseError(f"{path}, line {number}: {_not_read(line)}")
                 try:
@@ -50,6 +53,12 @@ def read_lines(path: Path, tell: Tell | None = None) -> Iterator[tuple[int, str]
                     ) from None
         except (OSError, EOFError, zlib.error) as error:
             raise DiagnoseError(f"{path}, line {number + 1}: cannot be read ({first_line(error)})") from error
+
+
+def _refuse_bomb(path: Path, raw: IO[bytes], unpacked: IO[bytes]) -> None:
+    """Raises DiagnoseError for a gzip file that unpacks to far more than data does."""
+    if unpacked is not raw and unpacked.tell() > max(_MOST_UNPACKED, _MOST_TIMES * raw.tell()):
+        raise DiagnoseError(f"{path}: unpacks to more than {_MOST_TIMES} times its size; unpack it if you trust it")
 
 
 def _not_read(line: bytes) -> str:
@@ -80,6 +89,7 @@ def read_blocks(path: Path, tell: Tell | None = None) -> Iterator[str]:
             if not block:
                 return
             done += len(block)
+            _refuse_bomb(path, raw, unpacked)
             if tell is not None:
                 tell(raw.tell())
             yield text
@@ -104,10 +114,12 @@ class _open:
         self.path = path
 
     def __enter__(self) -> tuple[IO[bytes], IO[bytes]]:
+        refuse_special(self.path)
         try:
             self.raw: IO[bytes] = self.path.open("rb")
-        except OSError as error:
-            raise DiagnoseError(f"{self.path}: cannot be opened ({error.strerror})") from error
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else first_line(error)
+            raise DiagnoseError(f"{self.path}: cannot be opened ({why})") from error
         self.unpacked: Any = self.raw
         magic = self.raw.read(2)
         self.raw.seek(0)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from lightning_padmin.diagnose.logs import LogReport
 from lightning_padmin.diagnose.verdict import FULL
+from lightning_padmin.printing import printable
 
 _FEW = 5  # step times
 
 
 def render_log(report: LogReport) -> str:
     """Everything that `padmin diagnose --log FILE` prints."""
-    lines = [f"{report.source}: {report.entries:,} log entries"]
+    lines = [f"{printable(report.source, 200)}: {report.entries:,} log entries"]
     if report.times is not None:
         each = report.times
         lines.append(
-            f"Step time ({each.column}, {each.count:,} values): mean {each.mean:.3g} s, median {each.median:.3g} s, "
-            f"10% {each.p10:.3g} s, 90% {each.p90:.3g} s, spread {each.spread:.0%} of the mean."
+            f"Step time ({printable(each.column, 60)}, {each.count:,} values): mean {each.mean:.3g} s, "
+            f"median {each.median:.3g} s, 10% {each.p10:.3g} s, 90% {each.p90:.3g} s, "
+            f"spread {each.spread:.0%} of the mean."
         )
     for name, padding in (("Padding of the batches as they came", report.before), ("Padding as run", report.after)):
         if padding is not None:
@@ -26,7 +28,8 @@ def render_log(report: LogReport) -> str:
             f"{report.completions.waste:.1%}, by {report.completions.source}."
         )
     for name, least, most in report.ratios:
-        lines.append(f"{name}: {least:.1%} to {most:.1%}; counts were not logged, so it cannot be merged over steps.")
+        what = f"{printable(name, 60)}: {least:.1%} to {most:.1%}"
+        lines.append(f"{what}; counts were not logged, so it cannot be merged over steps.")
     return "\n".join([*lines, "", *judge_log(report)])
 
 

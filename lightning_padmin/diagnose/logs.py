@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from lightning_padmin.diagnose.csv_rows import MOST_COLUMNS
 from lightning_padmin.diagnose.lines import LONGEST_LINE, read_lines
-from lightning_padmin.diagnose.problems import DiagnoseError, shown
+from lightning_padmin.diagnose.problems import DiagnoseError, refuse_special, shown
+from lightning_padmin.printing import listed
 
 # Names of a step's time in seconds, the most exact first; a prefix such as "train/" may stand before them.
 TIME_COLUMNS = ("step_time", "step_seconds", "seconds_per_step", "time_per_step", "train_step_time", "iteration_time")
@@ -119,7 +121,7 @@ def read_log(path: Path, time_column: str | None = None) -> LogReport:
     names = list(dict.fromkeys(name for _, entry in entries for name in entry))
     column = time_column if time_column is not None else _time_column(names)
     if time_column is not None and time_column not in names:
-        raise DiagnoseError(f"--time-column {time_column}: {path} has no such column, it has {', '.join(names)}")
+        raise DiagnoseError(f"--time-column {time_column}: {path} has no such column, it has {listed(names)}")
     return LogReport(
         str(path),
         len(entries),
@@ -133,6 +135,7 @@ def read_log(path: Path, time_column: str | None = None) -> LogReport:
 
 
 def _entries(path: Path) -> Iterator[Entry]:
+    refuse_special(path, "--log ")
     if not path.is_file():
         raise DiagnoseError(f"--log {path}: there is no such file; check the path")
     lines = read_lines(path)
@@ -143,6 +146,8 @@ def _entries(path: Path) -> Iterator[Entry]:
     csv.field_size_limit(LONGEST_LINE)
     reader = csv.DictReader(itertools.chain([head], (line for _, line in lines)), strict=True)
     try:
+        if len(reader.fieldnames or ()) > MOST_COLUMNS:
+            raise DiagnoseError(f"{path}, line 1: has {len(reader.fieldnames or ()):,} columns, which is no log")
         for row in reader:
             if None in row or None in row.values():
                 raise DiagnoseError(f"{path}, line {reader.line_num}: has another number of fields than the header")
@@ -211,10 +216,11 @@ def _times(entries: Sequence[Entry], column: str) -> Times:
 
 def _padmin_names(names: Sequence[str], wanted: Sequence[str]) -> list[str] | None:
     """The columns of this library's metrics, whatever a logger has put around their names."""
+    there = set(names)
     for suffix in _SUFFIXES:
         for prefix in dict.fromkeys(name.partition("padmin/")[0] for name in names if "padmin/" in name):
             found = [f"{prefix}padmin/{each}{suffix}" for each in wanted]
-            if all(each in names for each in found):
+            if all(each in there for each in found):
                 return found
     return None
 
@@ -257,11 +263,12 @@ def _completions(entries: Sequence[Entry], names: Sequence[str]) -> Padding | No
 
 def _bare_ratios(entries: Sequence[Entry], names: Sequence[str]) -> Iterator[tuple[str, float, float]]:
     """Columns of waste whose counts were not logged: their range is told, their mean would be wrong."""
+    needed = {"waste": ["real_tokens", "slots"], "waste_before": ["real_tokens", "waste_before"]}
+    merged = {last: _padmin_names(names, wanted) is not None for last, wanted in needed.items()}
     for name in names:
         last = name.rpartition("/")[2].removesuffix("_step")
-        needed = {"waste": ["real_tokens", "slots"], "waste_before": ["real_tokens", "waste_before"]}
         if last in ("waste", "waste_before", "padding_ratio", "padding_waste", "pad_ratio"):
-            if "padmin/" in name and last in needed and _padmin_names(names, needed[last]):
+            if "padmin/" in name and merged.get(last, False):
                 continue
             values = [_number(where, name, entry[name]) for where, entry in entries if name in entry]
             yield name, min(values), max(values)

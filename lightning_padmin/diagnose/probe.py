@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_padmin.diagnose.problems import DiagnoseError, first_line
 from lightning_padmin.fit import Fit, Shape, fit_times, largest_budget
 from lightning_padmin.loading import UsageError, load_model, logits_of, random_batch, token_mean, vocabulary_of
+from lightning_padmin.printing import printable
 
 # Full rows: from what a start costs to where the width shows. A GPU takes a thousandth of a CPU's time.
 CPU_SHAPES: tuple[Shape, ...] = ((1, 16), (1, 64), (4, 16), (1, 256), (4, 64), (2, 256), (8, 64))
@@ -60,6 +61,7 @@ def probe_model(
     widest: int | None = None,
     tell: Callable[[int], None] | None = None,
     shapes: Sequence[Shape] | None = None,
+    trust_remote_code: bool = False,
 ) -> ProbeReport:
     """Times forward and backward passes of a model on full rows of random tokens.
 
@@ -70,11 +72,12 @@ def probe_model(
         widest: longest row in tokens; shapes are cut to it.
         tell: called with the number of passes done.
         shapes: (rows, width); None: chosen by the device.
+        trust_remote_code: whether Python code that lies beside the model may run.
 
     Raises:
         DiagnoseError: the model cannot be loaded or run.
     """
-    module, loss_of = _loaded(name, dtype)
+    module, loss_of = _loaded(name, dtype, trust_remote_code)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module.to(device)
     shapes = shapes or (GPU_SHAPES if device == "cuda" else CPU_SHAPES)
@@ -103,13 +106,11 @@ def probe_model(
     )
 
 
-def _loaded(name: str, dtype: str) -> tuple[nn.Module, Callable[[Any], Tensor]]:
+def _loaded(name: str, dtype: str, trust_remote_code: bool) -> tuple[nn.Module, Callable[[Any], Tensor]]:
     try:
-        module, loss_fn = load_model(name)
+        module, loss_fn = load_model(name, trust_remote_code)
     except UsageError as error:
         raise DiagnoseError(f"--model {error}") from error
-    except Exception as error:  # the user's function, or a damaged folder
-        raise DiagnoseError(f"--model {name}: cannot be loaded ({first_line(error)})") from error
     module.to(getattr(torch, dtype)).train()
     return module, loss_fn or (lambda batch: token_mean(logits_of(module, batch), batch["labels"]))
 
@@ -197,7 +198,8 @@ def _memory(module: nn.Module, loss_of: Callable[[Any], Tensor], widest: int) ->
 def render_probe(report: ProbeReport) -> str:
     """Everything that `padmin diagnose --model M` prints."""
     fit = report.fit
-    lines = [f"{report.model} on {report.device}: forward and backward, median of {report.repeats} passes in turns"]
+    where = f"{printable(report.model, 200)} on {report.device}"
+    lines = [f"{where}: forward and backward, median of {report.repeats} passes in turns"]
     lines += [
         f"  {rows:>3} x {width:<5} {1000 * seconds:10.2f} ms {1e6 * seconds / (rows * width):10.1f} us a slot"
         for rows, width, seconds in report.points

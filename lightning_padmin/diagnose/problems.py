@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
+import stat
+from pathlib import Path
 from typing import Any
 
 from lightning_padmin.errors import PadMinError
+from lightning_padmin.printing import first_line
+
+__all__ = ["DiagnoseError", "first_line", "needed", "refuse_special", "shown"]
 
 _SHOWN = 60  # characters of a value that a message quotes
 
@@ -31,17 +37,29 @@ def needed(module: str, what: str) -> Any:
         raise DiagnoseError(f'{what} needs {package}: pip install "lightning-padmin[diagnose]"') from error
 
 
+def refuse_special(path: Path, option: str = "") -> None:
+    """Raises DiagnoseError for a pipe, socket or device, also behind a link: reading it would wait or never end.
+
+    A redirected standard input (`/dev/stdin` of a file) is the file.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return  # whoever opens it says why it cannot be opened
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return
+    kinds = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    kind = next((name for is_kind, name in kinds if is_kind(mode)), "a device")
+    raise DiagnoseError(f"{option}{path}: is {kind} and no regular file; save what it gives to a file")
+
+
 def shown(value: object) -> str:
     """A value as a message quotes it: one short line."""
-    if isinstance(value, str | bytes | list) and len(value) > _SHOWN:
-        value = value[:_SHOWN]
-        text = repr(value)[:_SHOWN] + "..."
-    else:
-        text = repr(value)
+    cut = isinstance(value, str | bytes | list) and len(value) > _SHOWN
+    try:
+        text = repr(value[:_SHOWN] if isinstance(value, str | bytes | list) else value)
+    except RecursionError:
+        return f"a {type(value).__name__} of too many levels"
+    if cut:
+        return text[:_SHOWN] + "..."
     return text if len(text) <= _SHOWN + 10 else text[:_SHOWN] + "..."
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what another library says, or the name of the error where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -21,9 +21,10 @@ def progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
         yield lambda done: None
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress
 
     bar: Any = Progress(console=Console(stderr=True), transient=True)
     with bar:
-        task = bar.add_task(name, total=total)
+        task = bar.add_task(escape(name), total=total)
         yield lambda done: bar.update(task, completed=done)

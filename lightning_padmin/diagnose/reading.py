@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +19,10 @@ from lightning_padmin.diagnose.fields import Columns, Part, choose_parts
 from lightning_padmin.diagnose.json_rows import open_json
 from lightning_padmin.diagnose.lines import Tell
 from lightning_padmin.diagnose.measure import measured
-from lightning_padmin.diagnose.problems import DiagnoseError, first_line, needed
+from lightning_padmin.diagnose.problems import DiagnoseError, first_line, needed, refuse_special
 from lightning_padmin.diagnose.tables import Chunk, Table, table_of_records
+from lightning_padmin.loading import UsageError, refuse_special_files, why_not_loaded
+from lightning_padmin.printing import guard_logs
 
 Lens: TypeAlias = NDArray[np.int32]
 FORMATS: Mapping[str, tuple[str, ...]] = {
@@ -68,6 +71,7 @@ class Source:
         format: a key of `FORMATS`; None: by the file's suffix.
         split, subset: of a hub data set, or the split of a saved DatasetDict.
         skip_empty: leave out rows of 0 tokens, which are an error otherwise.
+        trust_remote_code: whether Python code that lies beside the tokenizer may run.
     """
 
     name: str
@@ -77,6 +81,7 @@ class Source:
     split: str | None = None
     subset: str | None = None
     skip_empty: bool = False
+    trust_remote_code: bool = False
 
 
 def read_lengths(source: Source, tell: Tell | None = None) -> Lengths:
@@ -90,9 +95,11 @@ def read_lengths(source: Source, tell: Tell | None = None) -> Lengths:
         DiagnoseError: the source cannot be read, or a row has no length; one line that names file, row, value and fix.
     """
     path = Path(source.name)
+    refuse_special(path)
     if source.format == "npy" or (source.format is None and path.suffix == ".npy"):
         return _from_npy(path)
-    tokenizer = None if source.tokenizer is None else load_tokenizer(source.tokenizer)
+    trust = {"trust_remote_code": True} if source.trust_remote_code else {}
+    tokenizer = None if source.tokenizer is None else load_tokenizer(source.tokenizer, **trust)
     has_end_mark = getattr(tokenizer, "eos_token_id", None) is not None
     table = open_table(source, tell)
     parts = choose_parts(table, source.columns, has_end_mark)
@@ -175,10 +182,13 @@ def _open_hub(source: Source) -> Table:
     """Rows of a hub data set, streamed."""
     datasets = needed("datasets", f"{source.name} is no file here, and reading it from the hub")
     split = source.split or "train"
+    # Releases before 4 run a data set's own script if they are told to, and ask if nothing is said.
+    options = {"trust_remote_code": False} if _asks(datasets.load_dataset) else {}
     # Its attempts to reach the hub are told line by line; one line at the end says as much.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    guard_logs("datasets")
     try:
-        rows = datasets.load_dataset(source.name, source.subset, split=split, streaming=True)
+        rows = datasets.load_dataset(source.name, source.subset, split=split, streaming=True, **options)
         next(iter(rows))
     except Exception as error:  # of many kinds: network, rights, a script, an unknown split
         raise DiagnoseError(
@@ -197,19 +207,30 @@ def _open_hub(source: Source) -> Table:
     return table_of_records(source.name, "row", records)
 
 
-def load_tokenizer(name: str) -> Any:
+def _asks(load: Any) -> bool:
+    return "trust_remote_code" in inspect.signature(load).parameters
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """A tokenizer of transformers.
+
+    Args:
+        name: folder or hub id.
+        trust_remote_code: whether Python code that lies beside it may run. Nobody is asked.
 
     Raises:
         DiagnoseError: transformers is missing, or there is no such tokenizer.
     """
     transformers = needed("transformers", f"--tokenizer {name}")
     try:
-        return transformers.AutoTokenizer.from_pretrained(name)
+        refuse_special_files(name)
+        guard_logs("transformers", "huggingface_hub")
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except UsageError as error:
+        raise DiagnoseError(f"--tokenizer {error}") from error
     except Exception as error:  # of many kinds, by what is wrong with the folder or the network
-        raise DiagnoseError(
-            f"--tokenizer {name}: is no folder or hub id of a tokenizer ({first_line(error)})"
-        ) from error
+        why = why_not_loaded(error, trust_remote_code)
+        raise DiagnoseError(f"--tokenizer {name}: is no folder or hub id of a tokenizer ({why})") from error
 
 
 def _from_npy(path: Path) -> Lengths:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_padmin.diagnose.problems import DiagnoseError
+from lightning_padmin.printing import listed
 
 CHUNK_ROWS = 8192
 CHUNK_CHARACTERS = 8 * 2**20  # token ids take some ten times as much memory as Python integers
@@ -72,7 +73,7 @@ def _in_chunks(source: str, unit: str, records: Records, fields: Sequence[str]) 
     for place, characters, record in records:
         for field, column in columns.items():
             if field not in record:
-                has = ", ".join(record) or "nothing"
+                has = listed(record) or "nothing"
                 raise DiagnoseError(f"{source}, {unit} {place}: has no {field!r}, it has {has}; every row needs it")
             column.append(record[field])
         places.append(place)

@@ -8,6 +8,7 @@ from lightning_padmin.diagnose.report import Remedy, Report
 from lightning_padmin.diagnose.sampling import Ratio, Setup
 from lightning_padmin.diagnose.spread import LengthStats
 from lightning_padmin.diagnose.verdict import judge
+from lightning_padmin.printing import printable
 
 _BAR = 40
 
@@ -16,8 +17,9 @@ def render(report: Report) -> str:
     """Everything that `padmin diagnose SOURCE` prints."""
     verdict = judge(report)
     stats = report.lengths
+    source, how = printable(report.source, 200), printable(report.how, 600)
     blocks = [
-        [f"{report.source}: {stats.rows:,} rows, {stats.tokens:,} tokens ({report.how})"],
+        [f"{source}: {stats.rows:,} rows, {stats.tokens:,} tokens ({how})"],
         _length_table(report),
         histogram(stats),
         [_setup_line(report), "", *_remedy_table(report.remedies)],
