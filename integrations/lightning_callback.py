@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +50,8 @@ from lightning_padmin.distributed import (
     exchange_all,
     exchange_alone,
     exchange_at_end,
+    forget_last_words,
+    last_words,
 )
 from lightning_padmin.errors import ConfigError, PadMinWarning, PeerError
 from lightning_padmin.guards import (
@@ -160,6 +163,7 @@ class PadMinCallback(pl.Callback):
         self._row_limit: int | None = None
         self._gate: PackGate | None = None
         self._trainer: pl.Trainer | None = None
+        self._running: MemoryGuard | None = None  # around the passes of the batch that runs
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuses what cannot be exact, then replaces the optimization loop."""
@@ -175,6 +179,7 @@ class PadMinCallback(pl.Callback):
         findings = _heed_architecture(pl_module, self.config.mode, self.config.pad_to_multiple_of)
         corrects, self._row_limit = any(each.severity == "correct" for each in findings), row_limit(findings)
         self._exchange = exchange_all if trainer.world_size > 1 else exchange_alone
+        forget_last_words()
         self._trainer = trainer
         self._gate = _pack_gate(trainer, pl_module, self.config)
         if not pl_module.automatic_optimization:
@@ -306,6 +311,12 @@ class PadMinCallback(pl.Callback):
             return
         if isinstance(exception, OutOfMemoryError | PeerError):
             pl_module.zero_grad(set_to_none=True)  # of a part of a batch
+        elif self._running is not None:
+            self._running.give_up()
+        known = last_words(exception) if self._restore is not None else None
+        if known is not None and known not in str(exception):
+            exception.add_note(known)
+            print(f"lightning-padmin: {known}", file=sys.stderr, flush=True)
         self._remove()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -338,6 +349,7 @@ class PadMinCallback(pl.Callback):
             "_trainer": None,
             "_gate": None,
             "_pack_check": None,
+            "_running": None,
             "_loops": LoopGuard(),
         }
 
@@ -353,6 +365,7 @@ class PadMinCallback(pl.Callback):
         self._loops.discard()
         self._since_log = PaddingStats()
         self._restore = self._batcher = self._check = self._trainer = self._gate = self._pack_check = None
+        self._running = None
 
     def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:
         assert self._batcher is not None
@@ -371,7 +384,8 @@ class PadMinCallback(pl.Callback):
         assert self._trainer is not None
         tells = lightning_loop.has_passes_of_its_own(self._trainer)
         board = board_of_all() if tells and micro_batches.grows else board_alone
-        return MemoryGuard(micro_batches, board, self._trainer.global_rank)
+        self._running = MemoryGuard(micro_batches, board, self._trainer.global_rank)
+        return self._running
 
     def _make_batcher(self, config: PadMinConfig, module: pl.LightningModule) -> MicroBatcher:
         check = None if module.automatic_optimization else self._loops.refuse_unfinished
