@@ -1,4 +1,4 @@
-"""Two ranks of which one ends: `python gone_worker.py OUTPUT SCENARIO...`, a scenario being `how:place:batch:who:adapter`.
+"""Two ranks of which one ends: `python gone_worker.py OUTPUT SCENARIO...`; a scenario is `how:place:batch:who:adapter`.
 
 Both ranks of a scenario are forked off this process, which has imported everything already. Written as JSON: per
 scenario and rank the exit code, the seconds until it ended, and what it printed.
