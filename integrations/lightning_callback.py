@@ -35,6 +35,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from numpy.typing import NDArray
 from torch import nn
 
+from lightning_padmin.announce import Announcement, option_facts
 from lightning_padmin.config import (
     LogReduction,
     LossReduction,
@@ -51,7 +52,10 @@ from lightning_padmin.distributed import (
     exchange_alone,
     exchange_at_end,
     forget_last_words,
+    group_store,
+    heard_of_others,
     last_words,
+    peer_watch,
 )
 from lightning_padmin.errors import ConfigError, PadMinWarning, PeerError
 from lightning_padmin.guards import (
@@ -164,9 +168,12 @@ class PadMinCallback(pl.Callback):
         self._gate: PackGate | None = None
         self._trainer: pl.Trainer | None = None
         self._running: MemoryGuard | None = None  # around the passes of the batch that runs
+        self._announced: Announcement | None = None
+        self._log_every: int | None = None  # steps, of rank 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuses what cannot be exact, then replaces the optimization loop."""
+        self._announce(trainer)
         if not self.config.enabled:
             return
         if self._restore is not None:
@@ -212,6 +219,27 @@ class PadMinCallback(pl.Callback):
             ),
         )
 
+    def _announce(self, trainer: pl.Trainer) -> None:
+        """Before the barrier with which Lightning begins a run, behind which all ranks have announced."""
+        store, rank, world = (
+            group_store() if isinstance(trainer, pl.Trainer) and trainer.world_size > 1 else (None, 0, 1)
+        )
+        facts = option_facts(self.config) | {"_log_every_n_steps": str(getattr(trainer, "log_every_n_steps", 0))}
+        self._announced = Announcement("PadMinCallback", facts, store, rank, world)
+        if store is not None:
+            peer_watch()
+
+    def _agree(self, trainer: pl.Trainer) -> None:
+        """Refuses ranks whose options differ, or that have no callback; metrics are exchanged when rank 0 logs."""
+        if self._announced is None:
+            return
+        announced, self._announced = self._announced, None
+        try:
+            facts = announced.agree(gone=heard_of_others)
+        except ConfigError as error:
+            raise MisconfigurationException(str(error)) from None
+        self._log_every = int(facts[0]["_log_every_n_steps"])
+
     def micro_batches(self, batch: Any) -> Iterator[MicroBatch]:
         """For manual optimization: the micro-batches of a batch, inside of training_step.
 
@@ -256,7 +284,8 @@ class PadMinCallback(pl.Callback):
         self._loops.discard()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuses several loaders at once, known only now."""
+        """Refuses several loaders at once, known only now, and ranks that are not set up alike."""
+        self._agree(trainer)
         if self.config.enabled:
             _refuse_combined_loaders(trainer)
 
@@ -280,7 +309,7 @@ class PadMinCallback(pl.Callback):
                 "callback.micro_batches(batch) in training_step",
                 category=PadMinWarning,
             )
-        if self.config.enabled and lightning_loop.is_logging_step(trainer):
+        if self.config.enabled and lightning_loop.is_logging_step(trainer, self._log_every):
             self._log(trainer, lightning_loop.logging_step(trainer), self._exchange(self._counts_to_log(trainer)))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -350,6 +379,7 @@ class PadMinCallback(pl.Callback):
             "_gate": None,
             "_pack_check": None,
             "_running": None,
+            "_announced": None,
             "_loops": LoopGuard(),
         }
 

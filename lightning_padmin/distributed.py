@@ -180,6 +180,13 @@ class _StoreBoard:
                 time.sleep(0.05)
 
 
+def group_store() -> tuple[Any, int, int]:
+    """The key-value store of the process group, this rank and the number of ranks; (None, 0, 1) where there is none."""
+    if world_size() == 1:
+        return None, 0, 1
+    return dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+
+
 _LAST_WORDS = 1.0  # seconds to wait for why others have ended, once it is clear that some have
 _watch: tuple[Any, PeerWatch] | None = None
 
@@ -203,6 +210,12 @@ def peer_watch() -> PeerWatch:
         towards = os.environ.get("MASTER_ADDR")
         _watch = store, PeerWatch(dist.get_rank(), dist.get_world_size(), publish, look_up, towards)
     return _watch[1]
+
+
+def heard_of_others() -> str | None:
+    """Which ranks have ended and why, None where nothing is known."""
+    gone = _watch[1].wait(0.0) if _watch is not None and world_size() > 1 else {}
+    return _ended(gone) if gone else None
 
 
 def forget_last_words() -> None:
