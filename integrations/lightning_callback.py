@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,10 +50,10 @@ from lightning_padmin.distributed import (
     exchange_all,
     exchange_alone,
     exchange_at_end,
+    explain,
     forget_last_words,
     group_store,
     heard_of_others,
-    last_words,
     peer_watch,
 )
 from lightning_padmin.errors import ConfigError, PadMinWarning, PeerError
@@ -342,10 +341,8 @@ class PadMinCallback(pl.Callback):
             pl_module.zero_grad(set_to_none=True)  # of a part of a batch
         elif self._running is not None:
             self._running.give_up()
-        known = last_words(exception) if self._restore is not None else None
-        if known is not None and known not in str(exception):
-            exception.add_note(known)
-            print(f"lightning-padmin: {known}", file=sys.stderr, flush=True)
+        if self._restore is not None:
+            explain(exception)
         self._remove()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -14,7 +14,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,14 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.distributed import Exchange, board_alone, board_of_all, exchange_all, exchange_alone
+from lightning_padmin.distributed import (
+    Exchange,
+    board_alone,
+    board_of_all,
+    exchange_all,
+    exchange_alone,
+    telling_others,
+)
 from lightning_padmin.environment import resolve_for_class
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning, PeerError
 from lightning_padmin.fields import Schema
@@ -142,6 +149,11 @@ class PadMinTrainerMixin:
     @property
     def _padmin_exchange(self) -> Exchange:
         return exchange_all if self.accelerator.num_processes > 1 else exchange_alone  # type: ignore[attr-defined]
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Stock; ranks hear why another one has ended."""
+        with telling_others() if self._padmin.enabled else nullcontext():
+            return super().train(*args, **options)  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Stock; each batch comes with the chunks that its step is going to run."""

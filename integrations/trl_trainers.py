@@ -29,6 +29,7 @@ except ImportError as error:
 from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig
+from lightning_padmin.distributed import telling_others
 from lightning_padmin.environment import resolve_for_class
 from lightning_padmin.integrations.trl_engine import Engine
 from lightning_padmin.integrations.trl_offline import OfflineEngine
@@ -67,9 +68,11 @@ class PadMinMixin:
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Stock, from the beginning of an accumulation window, wherever an earlier training was given up."""
-        if self._padmin is not None:
-            self._padmin.reset()
-        return super().train(*args, **options)  # type: ignore[misc]
+        if self._padmin is None:
+            return super().train(*args, **options)  # type: ignore[misc]
+        self._padmin.reset()
+        with telling_others():
+            return super().train(*args, **options)  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: its share of the window's chunks."""

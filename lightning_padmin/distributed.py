@@ -7,12 +7,15 @@ and backward passes, or all raise.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -207,6 +210,7 @@ def peer_watch() -> PeerWatch:
         def publish(key: str, value: str) -> None:
             store.set(f"{prefix}/{key}", value)
 
+        _tell_of_uncaught_errors()
         towards = os.environ.get("MASTER_ADDR")
         _watch = store, PeerWatch(dist.get_rank(), dist.get_world_size(), publish, look_up, towards)
     return _watch[1]
@@ -242,6 +246,46 @@ def last_words(error: BaseException) -> str | None:
         return None
     gone = watch.wait(_LAST_WORDS)
     return _ended(gone) if gone else None
+
+
+@contextmanager
+def telling_others() -> Iterator[None]:
+    """Around a training: what ends it on this rank, others hear; what ended it elsewhere is said beside the error.
+
+    To be entered on every rank.
+    """
+    forget_last_words()
+    if world_size() > 1:
+        peer_watch()
+    try:
+        yield
+    except BaseException as error:
+        explain(error)
+        raise
+
+
+def explain(error: BaseException) -> None:
+    """`last_words`; what is known of other ranks becomes a note of the error, and is printed."""
+    if getattr(error, "_padmin_explained", False):
+        return
+    with suppress(Exception):
+        error._padmin_explained = True  # type: ignore[attr-defined]
+        known = last_words(error)
+        if known is not None and known not in str(error):
+            error.add_note(known)
+            print(f"lightning-padmin: {known}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def _tell_of_uncaught_errors() -> None:
+    """Training loops of users' own have no place where an error passes by, but the end of the process."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        explain(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 _BROKEN = ("connection closed by peer", "connection reset", "broken pipe", "socket closed", "timed out waiting")

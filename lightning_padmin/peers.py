@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-_NOBODY = "it has ended without a word: killed, out of memory of its machine, or crashed"
+_NOBODY = "its process is gone without a word: killed, crashed, or left by an exit"
 _MOST_WORDS, _MOST_BYTES = 2_000, 65_536
 _CONNECT_TIMEOUT = 5.0
 _RETRY = 0.2

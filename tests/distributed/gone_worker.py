@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,29 @@ def lightning(rank: int, module: Ends, ours: bool) -> None:
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
 
 
+def trainer(rank: int, how: str, place: str, batch: int, ours: bool) -> None:
+    """The Trainer of transformers, whose default of the store's patience is half an hour."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
+    import test_transformers_trainer as cases
+    from transformers import Trainer
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
+    passes = [0]
+
+    def count(module: Any, *_: Any) -> None:
+        passes[0] += module.training
+        if place and passes[0] == batch:
+            end(how)
+
+    def make() -> Any:
+        model = cases.llama()
+        model.register_forward_pre_hook(count)
+        return model
+
+    options = {"ddp_backend": "gloo", "ddp_timeout": TIMEOUT, "gradient_accumulation_steps": 2}
+    cases.train(cases.Ours if ours else Trainer, make, cases.BUDGET if ours else None, **options)
+
+
 def run(work: Callable[[int], None]) -> list[dict[str, Any]]:
     """Both ranks of a scenario; what outlives the limit is killed and has the code "hung"."""
     with socket.socket() as free:
@@ -139,19 +163,20 @@ def run(work: Callable[[int], None]) -> list[dict[str, Any]]:
     return [{"code": found[r][0], "seconds": found[r][1], "text": texts[r]} for r in range(2)]
 
 
+def work(how: str, place: str, batch: str, who: str, adapter: str, rank: int) -> None:
+    how, place = (how, place) if rank == int(who) else ("", "")
+    if adapter.startswith("trainer"):
+        trainer(rank, how, place, int(batch), ours=adapter == "trainer-ours")
+    else:
+        lightning(rank, Ends(how, place, int(batch)), ours=adapter == "ours")
+
+
 def main(output: str, *scenarios: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module=r"lightning\.")
     results = {}
     for scenario in scenarios:
-        how, place, batch, who, adapter = scenario.split(":")
-
-        def work(rank: int) -> None:
-            ends = rank == int(who)  # noqa: B023  # forked before the next turn of the loop
-            module = Ends(how if ends else "", place if ends else "", int(batch))  # noqa: B023
-            lightning(rank, module, ours=adapter == "ours")  # noqa: B023
-
-        results[scenario] = run(work)
+        results[scenario] = run(partial(work, *scenario.split(":")))
         Path(output).write_text(json.dumps(results))
 
 
