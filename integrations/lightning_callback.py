@@ -34,7 +34,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from numpy.typing import NDArray
 from torch import nn
 
-from lightning_padmin.announce import Announcement, option_facts
+from lightning_padmin.announce import Announcement, announce
 from lightning_padmin.config import (
     LogReduction,
     LossReduction,
@@ -52,9 +52,6 @@ from lightning_padmin.distributed import (
     exchange_at_end,
     explain,
     forget_last_words,
-    group_store,
-    heard_of_others,
-    peer_watch,
 )
 from lightning_padmin.errors import ConfigError, PadMinWarning, PeerError
 from lightning_padmin.guards import (
@@ -220,13 +217,8 @@ class PadMinCallback(pl.Callback):
 
     def _announce(self, trainer: pl.Trainer) -> None:
         """Before the barrier with which Lightning begins a run, behind which all ranks have announced."""
-        store, rank, world = (
-            group_store() if isinstance(trainer, pl.Trainer) and trainer.world_size > 1 else (None, 0, 1)
-        )
-        facts = option_facts(self.config) | {"_log_every_n_steps": str(getattr(trainer, "log_every_n_steps", 0))}
-        self._announced = Announcement("PadMinCallback", facts, store, rank, world)
-        if store is not None:
-            peer_watch()
+        every = str(getattr(trainer, "log_every_n_steps", 0))
+        self._announced = announce("PadMinCallback", self.config, _log_every_n_steps=every)
 
     def _agree(self, trainer: pl.Trainer) -> None:
         """Refuses ranks whose options differ, or that have no callback; metrics are exchanged when rank 0 logs."""
@@ -234,7 +226,7 @@ class PadMinCallback(pl.Callback):
             return
         announced, self._announced = self._announced, None
         try:
-            facts = announced.agree(gone=heard_of_others)
+            facts = announced.agree()
         except ConfigError as error:
             raise MisconfigurationException(str(error)) from None
         self._log_every = int(facts[0]["_log_every_n_steps"])

@@ -29,6 +29,7 @@ import numpy as np
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from lightning_padmin.announce import Announcement, announce
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import (
     Exchange,
@@ -102,6 +103,7 @@ class PadMinTrainerMixin:
         self.padding_stats = PaddingStats()
         self._padmin_since_log = PaddingStats()
         super().__init__(*args, **options)
+        self._padmin_announced: Announcement | None = announce("PadMinTrainerMixin", self._padmin)
         if self._padmin.enabled:
             self._padmin_set_up()
 
@@ -157,6 +159,9 @@ class PadMinTrainerMixin:
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Stock; each batch comes with the chunks that its step is going to run."""
+        if self._padmin_announced is not None:  # by now every rank has made its Trainer
+            announced, self._padmin_announced = self._padmin_announced, None
+            announced.agree()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         if not self._padmin.enabled or not batches or num_items is None:
             return batches, num_items

@@ -28,6 +28,7 @@ except ImportError as error:
 
 from torch import Tensor
 
+from lightning_padmin.announce import Announcement, announce
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import telling_others
 from lightning_padmin.environment import resolve_for_class
@@ -49,6 +50,7 @@ class PadMinMixin:
         ArchitectureError: the model's outputs for a row depend on the rows that run with it.
     """
 
+    _padmin_announced: Announcement | None = None
     _padmin: Engine | OfflineEngine | None = None  # while the stock constructor runs, and with enabled=False
 
     def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
@@ -56,6 +58,7 @@ class PadMinMixin:
         if config.enabled:
             refuse_class(type(self))
         super().__init__(*args, **options)
+        self._padmin_announced = announce("PadMinMixin", config)
         if config.enabled and is_offline(type(self)):
             self._padmin = OfflineEngine(self, config)
         elif config.enabled:
@@ -76,6 +79,9 @@ class PadMinMixin:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: its share of the window's chunks."""
+        if self._padmin_announced is not None:  # by now every rank has made its trainer
+            announced, self._padmin_announced = self._padmin_announced, None
+            announced.agree()
         stock = super().training_step  # type: ignore[misc]
         step = stock if self._padmin is None else self._padmin.step_in_place_of(stock)
         loss: Tensor = step(model, inputs, num_items_in_batch)

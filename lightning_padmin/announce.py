@@ -9,16 +9,33 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 from lightning_padmin.config import PadMinConfig
+from lightning_padmin.distributed import group_store, heard_of_others, peer_watch
 from lightning_padmin.errors import ConfigError
 
-_PATIENCE, _TELL_AFTER = 10.0, 5.0
+_PATIENCE, _TELL_AFTER = 15.0, 5.0
+PATIENCE_OF_LOOPS = 60.0  # where nothing says that all ranks have come as far as this one
 _MOST = 200  # characters of a value in a message
+
+
+def announce(who: str, config: PadMinConfig, **more: str) -> Announcement:
+    """This rank's options, written down for the others; to be called on every rank, also where it is switched off.
+
+    Args:
+        who: what announces, as users know it.
+        config: its options.
+        more: further facts; those that begin with an underscore may differ.
+    """
+    store, rank, world = group_store()
+    if store is not None and config.enabled:
+        peer_watch()
+    return Announcement(who, option_facts(config) | more, store, rank, world)
 
 
 class Store(Protocol):
@@ -58,8 +75,8 @@ class Announcement:
     def agree(
         self,
         patience: float = _PATIENCE,
-        gone: Callable[[], str | None] = lambda: None,
-        tell: Callable[[str], None] = lambda words: None,
+        gone: Callable[[], str | None] = heard_of_others,
+        tell: Callable[[str], None] = lambda words: print(f"lightning-padmin: {words}", file=sys.stderr, flush=True),
     ) -> list[dict[str, str]]:
         """Waits for what the others say; returns it, by rank.
 
@@ -153,4 +170,4 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-__all__ = ["Announcement", "option_facts", "refuse_differences"]
+__all__ = ["Announcement", "announce", "option_facts", "refuse_differences"]

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gone_worker import DDPStrategy, LightningEnvironment, run, support, timedelta
 
-from lightning_padmin import PadMinCallback
+from lightning_padmin import PadMinCallback, PadMinConfig
 
 LENGTHS = ([24, 20, 12, 12, 6, 6, 6, 6, 3, 2], [4, 3, 5, 2])
 # option -> another value than that of `support.padmin()`
@@ -63,6 +64,34 @@ def fit(rank: int, callback: PadMinCallback | None, **options: Any) -> None:
     print("GRADIENTS", float(module.gradients[0].abs().sum()))
 
 
+def train(rank: int, config: PadMinConfig | None) -> None:
+    """The Trainer of transformers; None: without the mixin."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
+    import test_transformers_trainer as cases
+    from transformers import Trainer
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
+    kind = Trainer if config is None else cases.Ours
+    cases.train(kind, cases.llama, config, ddp_backend="gloo", ddp_timeout=20, max_steps=2)
+    print("GRADIENTS")
+
+
+def loop(rank: int, config: PadMinConfig) -> None:
+    """A loop with Accelerate."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
+    from accelerate import Accelerator
+
+    from lightning_padmin.integrations.accelerate_toggle import PadMin
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(support.TinyLM().double())
+    pad = PadMin(accelerator, config)
+    for micro, weight in pad.micro_batches(support.make_batch(LENGTHS[rank]), model):
+        losses = support.token_losses(model(micro["input_ids"]), micro["labels"])
+        accelerator.backward(support.reduce_loss(losses, micro["labels"], "token-mean") * weight)
+    print("GRADIENTS")
+
+
 def main(output: str) -> None:
     found = {}
     for name, value in OTHERS.items():
@@ -76,6 +105,11 @@ def main(output: str) -> None:
         lambda rank: fit(rank, support.padmin(loss_reduction=lambda batch: batch["labels"].ne(-100).sum(1)))
     )
     found["log_every_n_steps"] = run(lambda rank: fit(rank, support.padmin(), log_every_n_steps=1 + rank))
+    ours, other = PadMinConfig(token_budget=64, launch_cost=4), PadMinConfig(enabled=False)
+    for name, work in (("trainer", train), ("loop", loop)):
+        found[f"{name}-same"] = run(partial(work, config=ours))
+        found[f"{name}-differs"] = run(lambda rank: work(rank, ours if rank else other))  # noqa: B023
+    found["trainer-missing"] = run(lambda rank: train(rank, ours if rank else None))
     Path(output).write_text(json.dumps(found))
 
 

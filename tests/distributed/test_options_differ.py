@@ -49,8 +49,23 @@ def test_a_rank_without_the_callback_is_named(found: Found) -> None:
     assert other["seconds"] < 18
 
 
+@pytest.mark.parametrize(("case", "who"), [("trainer", "PadMinTrainerMixin"), ("loop", "PadMin")])
+def test_elsewhere_too(found: Found, case: str, who: str) -> None:
+    for rank in found[f"{case}-differs"]:
+        assert rank["code"] == 1
+        assert rank["seconds"] < 15
+        assert f"{who}: enabled differs between ranks: False on rank 0; True on rank 1" in rank["text"]
+        assert "GRADIENTS" not in rank["text"]
+
+
+def test_a_rank_whose_trainer_has_no_mixin_is_named_and_nobody_waits_for_the_timeout(found: Found) -> None:
+    other, ours = found["trainer-missing"]
+    assert "waiting for rank 0, which has no PadMinTrainerMixin yet" in ours["text"]
+    assert [ours["code"], other["code"]] == [1, 1]
+
+
 def test_control_ranks_that_are_alike_train(found: Found) -> None:
-    for case in ("same", "log_every_n_steps"):
+    for case in ("same", "log_every_n_steps", "trainer-same", "loop-same"):
         assert [rank["code"] for rank in found[case]] == [0, 0], found[case][0]["text"][-2000:]
         assert all("GRADIENTS" in rank["text"] for rank in found[case])
 
