@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import group_store, heard_of_others, peer_watch
 from lightning_padmin.errors import ConfigError
 
-_PATIENCE, _TELL_AFTER = 15.0, 5.0
+_PATIENCE, _TELL_AFTER, _LAST_READ = 15.0, 5.0, 3.0
 PATIENCE_OF_LOOPS = 60.0  # where nothing says that all ranks have come as far as this one
 _MOST = 200  # characters of a value in a message
 
@@ -107,8 +108,20 @@ class Announcement:
                 )
             time.sleep(0.02)
         self.facts = [json.loads(store.get(key).decode()) for key in self._keys]
-        refuse_differences(self._who, self.facts)
+        store.set(f"{self._keys[self._rank]}/read", "")
+        try:
+            refuse_differences(self._who, self.facts)
+        except ConfigError:
+            self._wait_until_read(store)
+            raise
         return self.facts
+
+    def _wait_until_read(self, store: Store) -> None:
+        """The rank that holds the store must not leave before the others know what it knows."""
+        end = time.monotonic() + _LAST_READ
+        with suppress(RuntimeError):  # it has left
+            while time.monotonic() < end and not store.check([f"{key}/read" for key in self._keys]):
+                time.sleep(0.01)
 
 
 _numbers: dict[str, itertools.count[int]] = {}
