@@ -105,7 +105,7 @@ def main(output: str) -> None:
         lambda rank: fit(rank, support.padmin(loss_reduction=lambda batch: batch["labels"].ne(-100).sum(1)))
     )
     found["log_every_n_steps"] = run(lambda rank: fit(rank, support.padmin(), log_every_n_steps=1 + rank))
-    ours, other = PadMinConfig(token_budget=64, launch_cost=4), PadMinConfig(enabled=False)
+    ours, other = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=0), PadMinConfig(enabled=False)
     for name, work in (("trainer", train), ("loop", loop)):
         found[f"{name}-same"] = run(partial(work, config=ours))
         found[f"{name}-differs"] = run(lambda rank: work(rank, ours if rank else other))  # noqa: B023
