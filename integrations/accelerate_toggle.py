@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -32,9 +31,10 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_padmin.announce import PATIENCE_OF_LOOPS, Announcement, announce
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
-from lightning_padmin.environment import Resolved, resolve, say_once
+from lightning_padmin.environment import resolve, say_once
 from lightning_padmin.errors import BatchError, ConfigError
 from lightning_padmin.gradient_hooks import HookWatch
 from lightning_padmin.guards import (
@@ -88,8 +88,9 @@ class PadMin:
         self.accelerator = accelerator
         self.stats = PaddingStats()
         self._since_metrics = PaddingStats()
+        self._announced: Announcement | None = announce("PadMin", self.config)
         if config is None:
-            _refuse_disagreement(resolved, self._exchange)
+            self._agree()  # files and variables of two machines may differ
         if self.config.enabled:
             _refuse_unsupported(accelerator, self.config)
             refuse_unproven(self.config, "PadMin.micro_batches")
@@ -123,6 +124,7 @@ class PadMin:
                 or a previous loop that was left before its end. From within the loop: `backward` was not called
                 exactly once for a micro-batch.
         """
+        self._agree()
         if not self.config.enabled:
             return iter([MicroBatch(batch, 1.0, np.empty(0, dtype=np.int64), 0, 1)])
         planned = self._batcher(model).prepare(batch)
@@ -164,6 +166,15 @@ class PadMin:
         """
         if "stats" in state_dict:
             self.stats.load_state_dict(state_dict["stats"])
+
+    def _agree(self) -> None:
+        """Once: a rank that splits would wait for one that does not."""
+        if self._announced is not None:
+            announced, self._announced = self._announced, None
+            try:
+                announced.agree(PATIENCE_OF_LOOPS)
+            except ConfigError as error:
+                raise ConfigError(f"{error}. Here they come from: {self.source}") from None
 
     @property
     def _exchange(self) -> Exchange:
@@ -349,15 +360,4 @@ def _refuse_unsupported(accelerator: Accelerator, config: PadMinConfig) -> None:
         raise ConfigError(
             f"mode={config.mode!r}: PadMin splits batches. Use mode='split', or call the model through "
             "lightning_padmin.PaddedForward in a loop over whole batches"
-        )
-
-
-def _refuse_disagreement(resolved: Resolved, exchange: Exchange) -> None:
-    """Files and variables of two machines may differ; a rank that splits would wait for one that does not."""
-    digests = exchange([int(resolved.config.enabled), zlib.crc32(repr(resolved.config).encode())])
-    if len(np.unique(digests, axis=0)) > 1:
-        on = ", ".join(str(rank) for rank, row in enumerate(digests) if row[0]) or "none"
-        raise ConfigError(
-            f"ranks found different configurations (on at rank {on}); here: {resolved}. Give all machines the same "
-            "PADMIN_* variables and file, or an explicit PadMinConfig"
         )

@@ -32,6 +32,7 @@ from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_padmin.announce import PATIENCE_OF_LOOPS, announce
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
 from lightning_padmin.errors import ConfigError, SchemaError
@@ -100,7 +101,7 @@ class FabricPadMin:
             refuse_unproven(self.config, "FabricPadMin.micro_batches")
         self.fabric = fabric
         self.stats = PaddingStats()
-        self._since_metrics = PaddingStats()
+        self._since_metrics, self._agreed = PaddingStats(), False
         is_sharded = isinstance(fabric.strategy, FSDPStrategy | ModelParallelStrategy)
         self._defer_sync = not is_sharded if defer_sync is None else defer_sync
         self._batchers: weakref.WeakKeyDictionary[nn.Module, MicroBatcher] = weakref.WeakKeyDictionary()
@@ -134,6 +135,9 @@ class FabricPadMin:
             raise ConfigError(
                 f"model={type(model).__name__}: expected what Fabric returned: model = fabric.setup_module(model)"
             )
+        if not self._agreed:  # once: a rank that splits would wait for one that does not
+            self._agreed = True
+            announce("FabricPadMin", self.config).agree(PATIENCE_OF_LOOPS)
         # With a static graph DistributedDataParallel cannot be told to wait.
         may_wait = self._defer_sync and not _has_static_graph(model)
 

@@ -34,6 +34,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from numpy.typing import NDArray
 from torch import nn
 
+from lightning_padmin.announce import Announcement, announce
 from lightning_padmin.config import (
     LogReduction,
     LossReduction,
@@ -49,6 +50,8 @@ from lightning_padmin.distributed import (
     exchange_all,
     exchange_alone,
     exchange_at_end,
+    explain,
+    forget_last_words,
 )
 from lightning_padmin.errors import ConfigError, PadMinWarning, PeerError
 from lightning_padmin.gradient_hooks import GradientHookError, HookWatch, reenters
@@ -165,9 +168,13 @@ class PadMinCallback(pl.Callback):
         self._gate: PackGate | None = None
         self._trainer: pl.Trainer | None = None
         self._hooks: HookWatch | None = None
+        self._running: MemoryGuard | None = None  # around the passes of the batch that runs
+        self._announced: Announcement | None = None
+        self._log_every: int | None = None  # steps, of rank 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuses what cannot be exact, then replaces the optimization loop."""
+        self._announce(trainer)
         if not self.config.enabled:
             return
         if self._restore is not None:
@@ -180,6 +187,7 @@ class PadMinCallback(pl.Callback):
         findings = _heed_architecture(pl_module, self.config.mode, self.config.pad_to_multiple_of)
         corrects, self._row_limit = any(each.severity == "correct" for each in findings), row_limit(findings)
         self._exchange = exchange_all if trainer.world_size > 1 else exchange_alone
+        forget_last_words()
         self._trainer = trainer
         self._hooks = HookWatch(partial(_fix_of_hooks, pl_module, self.config.mode))
         try:
@@ -224,6 +232,22 @@ class PadMinCallback(pl.Callback):
                 )
             ),
         )
+
+    def _announce(self, trainer: pl.Trainer) -> None:
+        """Before the barrier with which Lightning begins a run, behind which all ranks have announced."""
+        every = str(getattr(trainer, "log_every_n_steps", 0))
+        self._announced = announce("PadMinCallback", self.config, _log_every_n_steps=every)
+
+    def _agree(self, trainer: pl.Trainer) -> None:
+        """Refuses ranks whose options differ, or that have no callback; metrics are exchanged when rank 0 logs."""
+        if self._announced is None:
+            return
+        announced, self._announced = self._announced, None
+        try:
+            facts = announced.agree()
+        except ConfigError as error:
+            raise MisconfigurationException(str(error)) from None
+        self._log_every = int(facts[0]["_log_every_n_steps"])
 
     def micro_batches(self, batch: Any) -> Iterator[MicroBatch]:
         """For manual optimization: the micro-batches of a batch, inside of training_step.
@@ -274,7 +298,8 @@ class PadMinCallback(pl.Callback):
         self._loops.discard()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuses several loaders at once, known only now."""
+        """Refuses several loaders at once, known only now, and ranks that are not set up alike."""
+        self._agree(trainer)
         if self.config.enabled:
             _refuse_combined_loaders(trainer)
 
@@ -298,7 +323,7 @@ class PadMinCallback(pl.Callback):
                 "callback.micro_batches(batch) in training_step",
                 category=PadMinWarning,
             )
-        if self.config.enabled and lightning_loop.is_logging_step(trainer):
+        if self.config.enabled and lightning_loop.is_logging_step(trainer, self._log_every):
             self._log(trainer, lightning_loop.logging_step(trainer), self._exchange(self._counts_to_log(trainer)))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -329,6 +354,10 @@ class PadMinCallback(pl.Callback):
             return
         if isinstance(exception, OutOfMemoryError | PeerError):
             pl_module.zero_grad(set_to_none=True)  # of a part of a batch
+        elif self._running is not None:
+            self._running.give_up()
+        if self._restore is not None:
+            explain(exception)
         self._remove()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -362,6 +391,8 @@ class PadMinCallback(pl.Callback):
             "_gate": None,
             "_pack_check": None,
             "_hooks": None,
+            "_running": None,
+            "_announced": None,
             "_loops": LoopGuard(),
         }
 
@@ -378,6 +409,7 @@ class PadMinCallback(pl.Callback):
         self._since_log = PaddingStats()
         self._restore = self._batcher = self._check = self._trainer = self._gate = self._pack_check = None
         self._hooks = None
+        self._running = None
 
     def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:
         assert self._batcher is not None
@@ -395,7 +427,8 @@ class PadMinCallback(pl.Callback):
         assert self._trainer is not None
         tells = lightning_loop.has_passes_of_its_own(self._trainer)
         board = board_of_all() if tells and micro_batches.grows else board_alone
-        return MemoryGuard(micro_batches, board, self._trainer.global_rank)
+        self._running = MemoryGuard(micro_batches, board, self._trainer.global_rank)
+        return self._running
 
     def _make_batcher(self, config: PadMinConfig, module: pl.LightningModule) -> MicroBatcher:
         def check() -> None:

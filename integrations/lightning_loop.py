@@ -463,10 +463,18 @@ def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iter
         trainer.loggers, module._current_fx_name = loggers, hook
 
 
-def is_logging_step(trainer: Trainer) -> bool:
-    """Whether Lightning writes training metrics for the batch that has just ended, and it ended a window."""
-    due = trainer._logger_connector.should_update_logs or trainer.fast_dev_run
-    return bool(due) and not trainer.fit_loop._should_accumulate()
+def is_logging_step(trainer: Trainer, every: int | None = None) -> bool:
+    """Whether Lightning writes training metrics for the batch that has just ended, and it ended a window.
+
+    Args:
+        trainer: the Trainer.
+        every: steps between two logs on the first rank, by which all go; None: on this one.
+    """
+    if every is None or every == trainer.log_every_n_steps:
+        due = trainer._logger_connector.should_update_logs
+    else:
+        due = every > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0
+    return bool(due or trainer.fast_dev_run) and not trainer.fit_loop._should_accumulate()
 
 
 def logging_step(trainer: Trainer) -> int:

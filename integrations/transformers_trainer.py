@@ -14,7 +14,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,8 +29,16 @@ import numpy as np
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from lightning_padmin.announce import Announcement, announce
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.distributed import Exchange, board_alone, board_of_all, exchange_all, exchange_alone
+from lightning_padmin.distributed import (
+    Exchange,
+    board_alone,
+    board_of_all,
+    exchange_all,
+    exchange_alone,
+    telling_others,
+)
 from lightning_padmin.environment import resolve_for_class
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning, PeerError, TrainingStepError
 from lightning_padmin.fields import Schema
@@ -115,6 +123,7 @@ class PadMinTrainerMixin:
         self.padding_stats = PaddingStats()
         self._padmin_since_log = PaddingStats()
         super().__init__(*args, **options)
+        self._padmin_announced: Announcement | None = announce("PadMinTrainerMixin", self._padmin)
         if self._padmin.enabled:
             self._padmin_set_up()
 
@@ -174,8 +183,16 @@ class PadMinTrainerMixin:
     def _padmin_exchange(self) -> Exchange:
         return exchange_all if self.accelerator.num_processes > 1 else exchange_alone  # type: ignore[attr-defined]
 
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Stock; ranks hear why another one has ended."""
+        with telling_others() if self._padmin.enabled else nullcontext():
+            return super().train(*args, **options)  # type: ignore[misc]
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Stock; each batch comes with the chunks that its step is going to run."""
+        if self._padmin_announced is not None:  # by now every rank has made its Trainer
+            announced, self._padmin_announced = self._padmin_announced, None
+            announced.agree()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         if not self._padmin.enabled or not batches or num_items is None:
             return batches, num_items

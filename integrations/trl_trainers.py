@@ -28,7 +28,9 @@ except ImportError as error:
 
 from torch import Tensor
 
+from lightning_padmin.announce import Announcement, announce
 from lightning_padmin.config import PadMinConfig
+from lightning_padmin.distributed import telling_others
 from lightning_padmin.environment import resolve_for_class
 from lightning_padmin.integrations.trl_engine import Engine
 from lightning_padmin.integrations.trl_offline import OfflineEngine
@@ -48,6 +50,7 @@ class PadMinMixin:
         ArchitectureError: the model's outputs for a row depend on the rows that run with it.
     """
 
+    _padmin_announced: Announcement | None = None
     _padmin: Engine | OfflineEngine | None = None  # while the stock constructor runs, and with enabled=False
 
     def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
@@ -55,6 +58,7 @@ class PadMinMixin:
         if config.enabled:
             refuse_class(type(self))
         super().__init__(*args, **options)
+        self._padmin_announced = announce("PadMinMixin", config)
         if config.enabled and is_offline(type(self)):
             self._padmin = OfflineEngine(self, config)
         elif config.enabled:
@@ -67,9 +71,11 @@ class PadMinMixin:
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Stock, from the beginning of an accumulation window, wherever an earlier training was given up."""
-        if self._padmin is not None:
-            self._padmin.reset()
-        return super().train(*args, **options)  # type: ignore[misc]
+        if self._padmin is None:
+            return super().train(*args, **options)  # type: ignore[misc]
+        self._padmin.reset()
+        with telling_others():
+            return super().train(*args, **options)  # type: ignore[misc]
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """The stock batches of an accumulation window; looked at where parameters are sharded."""
@@ -80,6 +86,9 @@ class PadMinMixin:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: its share of the window's chunks."""
+        if self._padmin_announced is not None:  # by now every rank has made its trainer
+            announced, self._padmin_announced = self._padmin_announced, None
+            announced.agree()
         stock = super().training_step  # type: ignore[misc]
         step = stock if self._padmin is None else self._padmin.step_in_place_of(stock)
         loss: Tensor = step(model, inputs, num_items_in_batch)

@@ -7,10 +7,15 @@ and backward passes, or all raise.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -19,6 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_padmin.errors import PadMinError, PeerError
+from lightning_padmin.peers import PeerWatch
 
 Exchange: TypeAlias = Callable[[Sequence[int]], NDArray[np.int64]]
 """Takes this rank's integers, returns those of all ranks: (world, n), row r from rank r."""
@@ -91,7 +97,11 @@ class Board(Protocol):
         """Writes this rank's integers of the current round; does not wait."""
 
     def read(self) -> NDArray[np.int64]:
-        """Waits for those of all ranks, (world, n), and goes on to the next round."""
+        """Waits for those of all ranks, (world, n), and goes on to the next round.
+
+        Raises:
+            PeerError: a rank has ended without writing, or all of this takes longer than a collective would wait.
+        """
 
     def wait_until_read(self, timeout: float) -> None:
         """Waits until all other ranks have read the current round, at most `timeout` seconds."""
@@ -120,28 +130,180 @@ class _StoreBoard:
         self._name, self._round = f"padmin/board{next(_boards)}", 0  # the same on every rank
         # As long as a collective would wait.
         self._patience: timedelta = getattr(self._store, "timeout", timedelta(minutes=30))
+        self._peers = peer_watch()
 
     def _keys(self, what: str) -> list[str]:
         return [f"{self._name}/{self._round}/{what}/{rank}" for rank in range(self._world)]
 
     def post(self, values: Sequence[int]) -> None:
-        self._store.set(self._keys("said")[self._rank], ",".join(map(str, values)))
+        with suppress(RuntimeError):  # the rank that holds the store is gone, which `read` tells
+            self._store.set(self._keys("said")[self._rank], ",".join(map(str, values)))
 
     def read(self) -> NDArray[np.int64]:
         keys = self._keys("said")
         try:
-            self._store.wait(keys, self._patience)
+            self._wait(keys)
             table = [[int(value) for value in self._store.get(key).decode().split(",")] for key in keys]
             self._store.set(self._keys("read")[self._rank], "")
         except RuntimeError as error:  # DistStoreError, DistNetworkError
-            raise PeerError(f"another rank has left, or answers no longer ({error})") from error
+            gone = self._peers.wait(_LAST_WORDS)
+            raise PeerError(f"{_ended(gone)} ({error})" if gone else f"another rank has left ({error})") from error
         self._round += 1
         return np.array(table, dtype=np.int64)
 
+    def _wait(self, keys: Sequence[str]) -> None:
+        """Until all keys are there. Not in one call of the store, which would not notice that nobody writes any more.
+
+        Raises:
+            PeerError: a rank has ended whose key is missing.
+            RuntimeError: the store is gone.
+        """
+        began = time.monotonic()
+        while not self._store.check(list(keys)):
+            waited = time.monotonic() - began
+            missing = [rank for rank, key in enumerate(keys) if rank != self._rank and not self._store.check([key])]
+            gone = self._peers.why(missing)
+            # What it wrote just before it ended may have come meanwhile.
+            gone = {rank: why for rank, why in gone.items() if not self._store.check([keys[rank]])}
+            if gone:
+                raise PeerError(_ended(gone))
+            if waited > self._patience.total_seconds():
+                ranks = ", ".join(map(str, missing))
+                raise PeerError(f"rank {ranks} did not come to this batch within {waited:.0f} s")
+            # The store is one process's work: the longer it takes, the less often it is asked.
+            time.sleep(min(max(waited / 8, 2e-4), 0.25))
+
     def wait_until_read(self, timeout: float) -> None:
         others = [key for rank, key in enumerate(self._keys("read")) if rank != self._rank]
+        end = time.monotonic() + timeout
         with suppress(RuntimeError):
-            self._store.wait(others, timedelta(seconds=timeout))
+            while time.monotonic() < end and not self._store.check(others):
+                if len(self._peers.why([rank for rank in range(self._world) if rank != self._rank])) == len(others):
+                    return  # nobody is left who could read
+                time.sleep(0.05)
+
+
+def group_store() -> tuple[Any, int, int]:
+    """The key-value store of the process group, this rank and the number of ranks; (None, 0, 1) where there is none."""
+    if world_size() == 1:
+        return None, 0, 1
+    return dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+
+
+_LAST_WORDS = 1.0  # seconds to wait for why others have ended, once it is clear that some have
+_watch: tuple[Any, PeerWatch] | None = None
+
+
+def peer_watch() -> PeerWatch:
+    """This process's place on the ring of ranks (see `peers`), joined at the first call; to be called on every rank."""
+    global _watch
+    store = dist.distributed_c10d._get_default_store()
+    if _watch is None or _watch[0] is not store:
+        if _watch is not None:
+            _watch[1].close()
+        prefix = "padmin/peers"
+
+        def look_up(key: str) -> str | None:
+            name = f"{prefix}/{key}"
+            return store.get(name).decode() if store.check([name]) else None
+
+        def publish(key: str, value: str) -> None:
+            store.set(f"{prefix}/{key}", value)
+
+        _tell_of_uncaught_errors()
+        towards = os.environ.get("MASTER_ADDR")
+        _watch = store, PeerWatch(dist.get_rank(), dist.get_world_size(), publish, look_up, towards)
+    return _watch[1]
+
+
+def heard_of_others() -> str | None:
+    """Which ranks have ended and why, None where nothing is known."""
+    gone = _watch[1].wait(0.0) if _watch is not None and world_size() > 1 else {}
+    return _ended(gone) if gone else None
+
+
+def forget_last_words() -> None:
+    """To be called at the beginning of a training, by processes that may have survived an earlier one's error."""
+    if _watch is not None:
+        _watch[1].forget()
+
+
+def last_words(error: BaseException) -> str | None:
+    """For a rank that an error ends: tells the others, and returns what is known of others that ended before.
+
+    Args:
+        error: what ends this rank. One that other ranks have caused is not passed on.
+
+    Returns:
+        Which ranks have ended and why, None where nothing is known.
+    """
+    if world_size() == 1 or _watch is None:
+        return None
+    watch = _watch[1]
+    comes_from_others = isinstance(error, PeerError) or is_broken_connection(error)
+    if not comes_from_others:
+        watch.say(f"{type(error).__name__}: {_first_line(error)}")
+        return None
+    gone = watch.wait(_LAST_WORDS)
+    return _ended(gone) if gone else None
+
+
+@contextmanager
+def telling_others() -> Iterator[None]:
+    """Around a training: what ends it on this rank, others hear; what ended it elsewhere is said beside the error.
+
+    To be entered on every rank.
+    """
+    forget_last_words()
+    if world_size() > 1:
+        peer_watch()
+    try:
+        yield
+    except BaseException as error:
+        explain(error)
+        raise
+
+
+def explain(error: BaseException) -> None:
+    """`last_words`; what is known of other ranks becomes a note of the error, and is printed."""
+    if getattr(error, "_padmin_explained", False):
+        return
+    with suppress(Exception):
+        error._padmin_explained = True  # type: ignore[attr-defined]
+        known = last_words(error)
+        if known is not None and known not in str(error):
+            error.add_note(known)
+            print(f"lightning-padmin: {known}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def _tell_of_uncaught_errors() -> None:
+    """Training loops of users' own have no place where an error passes by, but the end of the process."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        explain(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+_BROKEN = ("connection closed by peer", "connection reset", "broken pipe", "socket closed", "timed out waiting")
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has left."""
+    kinds = tuple(kind for name in ("DistNetworkError", "DistStoreError") if (kind := getattr(dist, name, None)))
+    return isinstance(error, kinds) or any(word in str(error).lower() for word in _BROKEN)
+
+
+def _ended(gone: Mapping[int, str]) -> str:
+    """`rank 1 has ended: <why>`."""
+    return "; ".join(f"rank {rank} has ended ({why})" for rank, why in sorted(gone.items()))
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")[:500]
 
 
 board_alone: Board = _Alone()

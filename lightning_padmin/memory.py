@@ -79,7 +79,7 @@ class MemoryGuard:
             if index == self._last and len(self._maps) > 1:
                 self._agree()
             yield
-        except Exception as error:
+        except BaseException as error:  # an interrupt and an exit too: whatever ends this rank, others wait for it
             if isinstance(error, OutOfMemoryError | PeerError):
                 raise
             if not is_out_of_memory(error):
@@ -91,6 +91,11 @@ class MemoryGuard:
                 print(f"lightning-padmin: {words}", file=sys.stderr, flush=True)
                 self._board.wait_until_read(_PATIENCE)  # the rank that holds the store must not leave before
             raise OutOfMemoryError(words) from error
+
+    def give_up(self) -> None:
+        """Something outside of a pass has ended this rank's batch: whoever waits for its passes is told."""
+        self._post([_FAILED])
+        self._tells = False
 
     def alone(self, index: int) -> AbstractContextManager[None]:
         """`around` for passes that the other ranks need not hear of."""

@@ -1,0 +1,117 @@
+"""The ring on which ranks hear that another one has ended, and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_padmin.peers import PeerWatch
+
+Ring = list[PeerWatch]
+
+
+def ring(world: int) -> Ring:
+    store: dict[str, str] = {}
+    return [PeerWatch(rank, world, store.__setitem__, store.get, "127.0.0.1") for rank in range(world)]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ring]:
+    watches = ring(4)
+    until(lambda: all(each._successor is not None for each in watches))
+    yield watches
+    for each in watches:
+        each.close()
+
+
+def until(happens: Callable[[], bool], timeout: float = 5.0) -> None:
+    end = time.monotonic() + timeout
+    while not happens():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def test_all_hear_of_a_rank_that_is_gone(ranks: Ring) -> None:
+    ranks[2].close()
+    for rank in (0, 1, 3):
+        until(lambda rank=rank: 2 in ranks[rank].why([0, 1, 2, 3]))  # type: ignore[misc]
+        assert "without a word" in ranks[rank].why([2])[2]
+        assert ranks[rank].why([0, 1, 3]) == {}
+
+
+def test_its_own_words_come_first_and_stay(ranks: Ring) -> None:
+    ranks[1].say("ValueError: no such token")
+    assert ranks[3].wait(5.0) == {1: "ValueError: no such token"}
+    ranks[1].close()
+    until(lambda: 1 in ranks[0]._gone)
+    assert ranks[0].wait(0.0) == {1: "ValueError: no such token"}
+
+
+def test_words_of_an_earlier_training_are_forgotten_but_not_who_is_gone(ranks: Ring) -> None:
+    ranks[1].say("KeyboardInterrupt: ")
+    ranks[0].wait(5.0)
+    ranks[0].forget()
+    assert ranks[0].why([1, 2, 3]) == {}
+    ranks[2].close()
+    ranks[0].wait(5.0)
+    until(lambda: 2 in ranks[0]._gone)
+    ranks[0].forget()
+    assert list(ranks[0].why([1, 2, 3])) == [2]
+
+
+def test_nobody_is_missed_while_all_are_there(ranks: Ring) -> None:
+    assert ranks[0].wait(0.1) == {}
+
+
+def test_odd_words_arrive_shortened_and_as_a_terminal_may_show_them(ranks: Ring) -> None:
+    ranks[3].say('two\nlines "quoted" \x1b[31m ' + "é" * 10_000)
+    words = ranks[0].wait(5.0)[3]
+    assert words.startswith('two\\nlines "quoted" \\x1b[31m é')
+    assert words.isprintable()
+    assert len(words) < 1_100
+
+
+PARENT = """
+import os, sys, time
+from lightning_padmin.peers import PeerWatch
+folder = sys.argv[1]
+def publish(key, value): open(os.path.join(folder, key.replace("/", "_") + ".part"), "w").write(value); os.rename(
+    os.path.join(folder, key.replace("/", "_") + ".part"), os.path.join(folder, key.replace("/", "_")))
+def look_up(key):
+    path = os.path.join(folder, key.replace("/", "_"))
+    return open(path).read() if os.path.exists(path) else None
+watch = PeerWatch(1, 2, publish, look_up, "127.0.0.1")
+if os.fork() == 0:  # a loader's worker, which outlives its parent
+    time.sleep(20)
+    os._exit(0)
+open(os.path.join(folder, "forked"), "w").close()
+time.sleep(60)
+"""
+
+
+def test_a_worker_that_outlives_its_parent_holds_no_connection_open(tmp_path: Path) -> None:
+    def publish(key: str, value: str) -> None:
+        (tmp_path / key.replace("/", "_")).write_text(value)
+
+    def look_up(key: str) -> str | None:
+        path = tmp_path / key.replace("/", "_")
+        return path.read_text() if path.exists() else None
+
+    process = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    watch = PeerWatch(0, 2, publish, look_up, "127.0.0.1")
+    try:
+        until(lambda: (tmp_path / "forked").exists() and watch._successor is not None, timeout=30)
+        assert watch.wait(0.2) == {}
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert "without a word" in watch.wait(5.0)[1]
+    finally:
+        process.kill()
+        watch.close()
