@@ -92,7 +92,7 @@ class Keeper:
         self.leaves: list[Tensor] = []
         self._writes, self._root, self._left, self._with_models = writes, root, most_items, with_models
         self._seen: set[int] = {id(each) for each in holders}
-        self._waiting: list[tuple[int, int, int, Any]] = []
+        self._waiting: list[tuple[int, int, Any]] = []
         self._order = itertools.count()
         kinds = [type(each) for each in (root, *holders) if each is not None]
         self._packages = {_package(kind) for each in kinds for kind in each.__mro__} - _FRAMEWORKS - _STANDARD
@@ -102,22 +102,21 @@ class Keeper:
             self._modules(root, 0)
         for holder in holders:
             self._attributes(holder, 0, frozenset(skip))
-        # Near things first, and small ones among them, so that data does not take the place of figures.
+        # What has few things beside it and above it first, so that data does not take the place of figures.
         while self._waiting:
-            depth, _, _, value = heapq.heappop(self._waiting)
+            crowd, _, value = heapq.heappop(self._waiting)
             if id(value) not in self._seen:
                 self._seen.add(id(value))
-                self._value(value, depth)
+                self._value(value, crowd)
 
-    def _later(self, value: Any, depth: int) -> None:
+    def _later(self, value: Any, crowd: int) -> None:
         if not isinstance(value, _ATOMS) and id(value) not in self._seen:
-            size = len(value) if type(value) in _CONTAINERS else 0
-            heapq.heappush(self._waiting, (depth, size, next(self._order), value))
+            heapq.heappush(self._waiting, (crowd, next(self._order), value))
 
-    def _value(self, value: Any, depth: int) -> None:
+    def _value(self, value: Any, crowd: int) -> None:
         if isinstance(value, nn.Module):
             if self._is_part(value):
-                self._modules(value, depth)
+                self._modules(value, crowd)
         elif isinstance(value, Tensor):
             self._tensor(value, isinstance(value, nn.Parameter))
         elif isinstance(value, np.ndarray):
@@ -125,30 +124,30 @@ class Keeper:
         elif isinstance(value, _GENERATORS):
             self._generator(value)
         elif type(value) in _CONTAINERS:
-            self._container(value, depth)
+            self._container(value, crowd)
         elif isinstance(value, tuple):
-            self._items(value, depth)
+            self._items(value, crowd)
         elif self._is_own(type(value)) and not _is_at_work(value):
             base = next((each for each in _BASES if isinstance(value, each)), None)
             if base is not None:
-                self._container(value, depth, base)
-            self._attributes(value, depth)
+                self._container(value, crowd, base)
+            self._attributes(value, crowd)
 
     def _is_part(self, module: nn.Module) -> bool:
         if self._root is not None and any(child is self._root for child in module.modules()):
             return False
         return self._with_models or next(module.parameters(), None) is None
 
-    def _modules(self, root: nn.Module, depth: int) -> None:
+    def _modules(self, root: nn.Module, crowd: int) -> None:
         for module in root.modules():
             self._seen.add(id(module))
-            self._module(module, depth)
+            self._module(module, crowd)
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None and id(tensor) not in self._seen:
                     self._seen.add(id(tensor))
                     self._tensor(tensor, isinstance(tensor, nn.Parameter))
 
-    def _module(self, module: nn.Module, depth: int) -> None:
+    def _module(self, module: nn.Module, crowd: int) -> None:
         kind, kept = type(module), dict(vars(module))
         names = _OF_EVERY_MODULE - (_OF_SHARDING if self._is_sharded else frozenset())
         inner = [
@@ -156,7 +155,7 @@ class Keeper:
         ]
         for name, value in kept.items():
             if name not in _OF_EVERY_MODULE:
-                self._later(value, depth + 1)
+                self._later(value, crowd + len(kept))
 
         def undo() -> None:
             if type(module) is not kind:  # a lazy module that took shape
@@ -214,35 +213,35 @@ class Keeper:
 
         self.undo.append(undo)
 
-    def _container(self, value: Any, depth: int, base: Any = None) -> None:
+    def _container(self, value: Any, crowd: int, base: Any = None) -> None:
         base = base or _base(value)
         if base.__len__(value) <= self._left:
             self.undo.append(_refill(value, base))
-            self._items(_values(value, base), depth)
+            self._items(_values(value, base), crowd)
 
-    def _items(self, values: Collection[Any], depth: int) -> None:
+    def _items(self, values: Collection[Any], crowd: int) -> None:
         if len(values) <= self._left:
             self._left -= len(values)
             for each in values:
-                self._later(each, depth + 1)
+                self._later(each, crowd + len(values))
 
-    def _attributes(self, holder: Any, depth: int, skip: Collection[str] = ()) -> None:
+    def _attributes(self, holder: Any, crowd: int, skip: Collection[str] = ()) -> None:
         attributes = getattr(holder, "__dict__", None)
         if type(attributes) is dict:
             kept = dict(attributes)
             for name, value in kept.items():
                 if name not in skip:
-                    self._later(value, depth + 1)
+                    self._later(value, crowd + len(kept))
             self.undo.append(lambda: _set_attributes(attributes, kept))
         for kind in type(holder).__mro__:
             for slot in [each for each in vars(kind).values() if isinstance(each, MemberDescriptorType)]:
-                self._slot(holder, slot, depth)
+                self._slot(holder, slot, crowd)
 
-    def _slot(self, holder: Any, slot: MemberDescriptorType, depth: int) -> None:
+    def _slot(self, holder: Any, slot: MemberDescriptorType, crowd: int) -> None:
         with contextlib.suppress(AttributeError, TypeError):  # empty, or read-only as those of builtin types
             value = slot.__get__(holder, type(holder))
             slot.__set__(holder, value)
-            self._later(value, depth + 1)
+            self._later(value, crowd + 1)
             self.undo.append(lambda: slot.__set__(holder, value))
 
     def _is_own(self, kind: type) -> bool:
