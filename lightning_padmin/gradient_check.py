@@ -620,7 +620,12 @@ class _Check:
             return (
                 f"{differs}A row with padding behind it is trained otherwise than without: the model or the loss reads "
                 "padding (a normalisation or a mean over all columns, a backward recurrence without packed sequences, "
-                f"a mask that is not passed on). Have it leave out padding by the mask, or {self.advice.off}"
+                "a mask that is not passed on). Have it leave out padding by the mask"
+                + (
+                    f", or {self.advice.off}"
+                    if self._is_joint
+                    else f". If the loss alone reads it: {self.advice.coupled}"
+                )
             )
         if status is _Status.DECLARATION:
             candidates = enumerate(_declarations(self._config, self._schema))

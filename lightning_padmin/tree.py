@@ -33,15 +33,20 @@ def last_part(path: str) -> str:
     return path.rsplit(".", 1)[-1]
 
 
+def parent_of(path: str) -> str:
+    """The path of the node that an entry is in: `parent_of("inputs.labels") == "inputs"`; "" at the top."""
+    return path.rpartition(".")[0]
+
+
 def find_path(key: str, paths: Sequence[str], option: str) -> str | None:
-    """The path that `key` names: itself, else the one path whose last part it is; None if there is none.
+    """The path that `key` names: itself, else the one path whose last part or parts it is; None if there is none.
 
     Raises:
         SchemaError: several paths end in `key`.
     """
     if key in paths:
         return key
-    ends = [path for path in paths if last_part(path) == key]
+    ends = [path for path in paths if path.endswith("." + key)]
     if len(ends) > 1:
         raise SchemaError(f"{option}={key!r} names several entries: {', '.join(ends)}. Give the whole path of one")
     return ends[0] if ends else None
@@ -64,6 +69,15 @@ def _children(node: Any, path: str, named: Collection[str]) -> list[tuple[object
     if isinstance(node, list | tuple) and opened:
         return list(enumerate(node))
     return None
+
+
+def child_of(node: Any, name: str) -> Any:
+    """The child of an inner node under one part of a path."""
+    if isinstance(node, Mapping):
+        return next(value for key, value in node.items() if str(key) == name)
+    if isinstance(node, list | tuple) and not _is_named_tuple(node):
+        return node[int(name)]
+    return getattr(node, name)
 
 
 def iter_leaves(batch: Any, named: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
