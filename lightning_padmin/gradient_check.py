@@ -9,10 +9,9 @@ weights would have matched is found out without another pass.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -20,6 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from lightning_padmin.check_words import (
+    Advice,
+    Status,
+    as_options,
+    as_schema,
+    declarations,
+    declared_options,
+    group_weights,
+    listed,
+    measured,
+)
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
 from lightning_padmin.errors import GradientCheckError, PadMinError
@@ -29,7 +39,6 @@ from lightning_padmin.guards import has_experts
 from lightning_padmin.layout import pad_layout
 from lightning_padmin.pack_layout import PackStyle
 from lightning_padmin.probe import (
-    Ints,
     Probe,
     first_label_groups,
     make_probe,
@@ -41,7 +50,7 @@ from lightning_padmin.probe import (
     tells_reductions,
     whole_probe,
 )
-from lightning_padmin.rows import RowTable, measure
+from lightning_padmin.rows import RowTable
 from lightning_padmin.sketch import Sketches, best_weights, combine
 from lightning_padmin.tree import map_leaves
 
@@ -51,49 +60,15 @@ Floats = NDArray[np.float64]
 _MOST_FLIPPED = 0.5
 _LIMIT, _HALF_LIMIT = 1e-3, 0.1
 _HALF = {torch.float16, torch.bfloat16}
-_REDUCTIONS = ("token-mean", "row-mean", "sum")
 # Entries that may hold columns: looked at, as bits of an int64, and tried one by one.
 _MOST_ENTRIES, _MOST_SINGLES = 48, 6
-
-
-class _Status(IntEnum):
-    EXACT = 0
-    ROLLED = 1
-    RANDOM = 2
-    NO_GRADIENT = 3
-    ROUTING = 4
-    # From here on training would change.
-    PROMPTS = 5
-    COLUMNS = 6
-    PADDING = 7
-    DECLARATION = 8
-    WEIGHTS = 9
-    COUPLED = 10
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What a user of one adapter can do, as its own options say it.
-
-    Attributes:
-        coupled: where rows are coupled.
-        off: how to go on without this library.
-        reduction: what is declared of the loss, where the configuration does not say it.
-    """
-
-    coupled: str = (
-        "Call the model through lightning_padmin.PaddedForward, so that the loss sees the whole batch, or use "
-        "enabled=False"
-    )
-    off: str = "use enabled=False"
-    reduction: str | None = None
 
 
 @dataclass(frozen=True)
 class _Verdict:
     """What this rank found: the status, matching declarations or entries as bits, the difference, its parameter."""
 
-    status: _Status
+    status: Status
     matching: int
     difference: float
     parameter: str
@@ -263,20 +238,20 @@ class _Check:
 
     def outcome(self) -> Outcome:
         passes = self._passes
-        weights = [] if self._is_joint else _weights(self._table, self._probe.groups, self._config.loss_reduction)
+        weights = [] if self._is_joint else group_weights(self._table, self._probe.groups, self._config.loss_reduction)
         came = self._together(passes.came)
         if self._any(passes.saw_half):
             self._limit = max(self._limit, _HALF_LIMIT)
         of_columns = self._of_columns(came)
         if self._any(of_columns is not None):
-            return self._agree(self._if_it_repeats(of_columns or _Verdict(_Status.EXACT, 0, 0.0, ""), came))
+            return self._agree(self._if_it_repeats(of_columns or _Verdict(Status.EXACT, 0, 0.0, ""), came))
         found = self._together(lambda: passes.split(weights))
         size = passes.largest(came)
         value, parameter = passes.difference(found, came, self._limit)
-        judged = _Verdict(_Status.EXACT, 0, value, parameter)
+        judged = _Verdict(Status.EXACT, 0, value, parameter)
         differs = not value <= self._limit
         if not 0 < size < np.inf:
-            judged, differs = replace(judged, status=_Status.NO_GRADIENT), False
+            judged, differs = replace(judged, status=Status.NO_GRADIENT), False
         # A training step may hold collectives of its own, so all ranks run a further pass if one needs it.
         if self._any(differs):
             whole = self._together(passes.whole) if self._any(not self._same_layout) else came
@@ -284,31 +259,33 @@ class _Check:
             judged = self._explained(judged, found, whole)
         judged = self._without_padding(judged)
         self._tell_first(judged, found)
-        if self.subtracts_lost and self._tells_first and judged.status is _Status.EXACT and self._table.shift:
+        if self.subtracts_lost and self._tells_first and judged.status is Status.EXACT and self._table.shift:
             # Nothing was lost, so nothing may be subtracted.
-            judged = replace(judged, status=_Status.DECLARATION, matching=self._shift_bits(0))
+            judged = replace(judged, status=Status.DECLARATION, matching=self._shift_bits(0))
         return self._agree(self._if_it_repeats(judged, came))
 
     def _if_it_repeats(self, judged: _Verdict, came: Sketches) -> _Verdict:
         """A refusal only where un-split gradients are the same once more."""
-        if self._any(judged.status >= _Status.PROMPTS):
+        if self._any(judged.status >= Status.PROMPTS):
             again = self._together(self._passes.came)
             repeats = self._passes.difference(again, came, self._limit)[0] <= self._limit
-            if judged.status >= _Status.PROMPTS and not repeats:
-                judged = replace(judged, status=_Status.RANDOM)
+            if judged.status >= Status.PROMPTS and not repeats:
+                judged = replace(judged, status=Status.RANDOM)
         return judged
 
     def _explained(self, judged: _Verdict, found: Sketches, whole: Sketches) -> _Verdict:
         """What the roll changed: numbers of columns, labels on first tokens, or rows that are now as they are alone."""
-        if self.subtracts_lost and self._any(judged.status is _Status.ROLLED and not self._table.shift):
+        if self.subtracts_lost and self._any(judged.status is Status.ROLLED and not self._table.shift):
             judged = self._of_lost_labels(judged, whole)
-        if judged.status is _Status.ROLLED and self._alternatives:
-            judged = replace(judged, status=_Status.COLUMNS)
-        if not self._any(judged.status is _Status.ROLLED):
+        if judged.status is Status.ROLLED and self._alternatives:
+            judged = replace(judged, status=Status.COLUMNS)
+        if not self._any(judged.status is Status.ROLLED):
             return judged
         if not self._is_joint:
             rows = [pad_layout(self._table, [row], 1) for row in self._probe.rows]
-            weights = _weights(self._table, [np.array([row]) for row in self._probe.rows], self._config.loss_reduction)
+            weights = group_weights(
+                self._table, [np.array([row]) for row in self._probe.rows], self._config.loss_reduction
+            )
             alone, wanted = self._together(lambda: self._passes.of(rows, weights)), whole
         elif self.alone is not None:
             alone, wanted = self._together(self._rows_in_chunks), found
@@ -316,8 +293,8 @@ class _Check:
             return judged
         self._knows_rows = True
         value, where = self._passes.difference(wanted, alone, self._limit)
-        if judged.status is _Status.ROLLED and not value <= self._limit:
-            return replace(judged, status=_Status.PADDING, difference=value, parameter=where)
+        if judged.status is Status.ROLLED and not value <= self._limit:
+            return replace(judged, status=Status.PADDING, difference=value, parameter=where)
         return judged
 
     def _rows_in_chunks(self) -> Sketches:
@@ -348,7 +325,7 @@ class _Check:
             if self._apart(found, came)[0] <= self._limit and not (matching and len(chosen) > 1):
                 matching |= sum(1 << k for k in chosen)
         if moves and (matching or not np.isfinite(value)):
-            return _Verdict(_Status.COLUMNS, matching, value, where)
+            return _Verdict(Status.COLUMNS, matching, value, where)
         return None
 
     def _attempt(self, schema: Schema) -> Sketches | None:
@@ -394,8 +371,8 @@ class _Check:
         without = self._together(lambda: self._reading(self._without_first_labels(), self._schema, came=True))
         lost = bool(self._table.behind[self._probe.rows].any())
         same = self._passes.difference(without, whole, self._limit)[0] <= self._limit
-        if judged.status is _Status.ROLLED and lost and same:
-            return replace(judged, status=_Status.DECLARATION, matching=self._shift_bits(1))
+        if judged.status is Status.ROLLED and lost and same:
+            return replace(judged, status=Status.DECLARATION, matching=self._shift_bits(1))
         return judged
 
     def _without_first_labels(self) -> Any:
@@ -414,13 +391,13 @@ class _Check:
 
     def _shift_bits(self, shift: int) -> int:
         """The declaration that only changes the shift, as a bit."""
-        declarations = enumerate(_declarations(self._config, self._schema))
-        return sum(1 << index for index, changes in declarations if changes == {"label_shift": shift})
+        tried = enumerate(declarations(self._config, self._schema))
+        return sum(1 << index for index, changes in tried if changes == {"label_shift": shift})
 
     def _without_padding(self, judged: _Verdict) -> _Verdict:
         """Whether a row is the same with its padding behind it and without, where nothing else has shown it."""
-        open_ = judged.status in (_Status.ROLLED, _Status.COUPLED) or (
-            judged.status is _Status.EXACT and not self._shows_padding
+        open_ = judged.status in (Status.ROLLED, Status.COUPLED) or (
+            judged.status is Status.EXACT and not self._shows_padding
         )
         row = padded_row(self._table, self._probe.rows)
         asked = open_ and row is not None and not self._is_joint and not self.is_packed
@@ -434,8 +411,8 @@ class _Check:
         if not asked or not 0 < size < np.inf or value <= self._limit or self._passes.drew:
             return judged
         if self._limit >= _HALF_LIMIT and value <= _MOST_FLIPPED and has_experts(self._module):
-            return replace(judged, status=max(judged.status, _Status.ROUTING), difference=value, parameter=where)
-        return replace(judged, status=_Status.PADDING, difference=value, parameter=where)
+            return replace(judged, status=max(judged.status, Status.ROUTING), difference=value, parameter=where)
+        return replace(judged, status=Status.PADDING, difference=value, parameter=where)
 
     @property
     def _shows_padding(self) -> bool:
@@ -445,7 +422,7 @@ class _Check:
 
     def _tell_first(self, judged: _Verdict, found: Sketches) -> None:
         """Finds out whether the other answer about labels on first tokens would have been another gradient here."""
-        fine = judged.status in (_Status.EXACT, _Status.ROLLED)
+        fine = judged.status in (Status.EXACT, Status.ROLLED)
         if self.subtracts_lost:
             self._tells_first = fine and bool(self._table.behind[self._probe.rows].any())
             return
@@ -453,10 +430,10 @@ class _Check:
         has_any = len(self._table.first_weight) > 0 and bool(self._table.first_weight[self._probe.rows].any())
         if not self._any(asks and has_any):
             return
-        weights = _weights(self._table, self._probe.groups, "token-mean")
-        table = _measured(self._batch, self._schema, self._config, {"label_shift": int(self._table.shift == 0)})
+        weights = group_weights(self._table, self._probe.groups, "token-mean")
+        table = measured(self._batch, self._schema, self._config, {"label_shift": int(self._table.shift == 0)})
         if table.weight[self._probe.rows].sum() > 0:
-            weights = _weights(table, self._probe.groups, "token-mean")
+            weights = group_weights(table, self._probe.groups, "token-mean")
         other = self._together(lambda: self._passes.split(weights))
         apart = self._passes.difference(other, found, self._limit)[0]
         self._tells_first = fine and has_any and not apart <= self._limit
@@ -495,28 +472,28 @@ class _Check:
         from_roll, where = self._passes.difference(found, whole, self._limit)
         if from_roll <= self._limit:
             masked = masked_tokens_vary(self._batch, self._schema, self._table, self._probe.rows)
-            return replace(judged, status=_Status.PROMPTS if masked else _Status.ROLLED)
-        verdict = _Verdict(_Status.COUPLED, 0, from_roll, where)
+            return replace(judged, status=Status.PROMPTS if masked else Status.ROLLED)
+        verdict = _Verdict(Status.COUPLED, 0, from_roll, where)
         if not self._is_joint and np.isfinite(from_roll):
             matching = self._matching(whole)
             if matching:
-                return replace(verdict, status=_Status.DECLARATION, matching=matching)
+                return replace(verdict, status=Status.DECLARATION, matching=matching)
             parts = self._passes.parts
             if parts:
                 fitted = combine(parts, best_weights(parts, whole))
                 if self._passes.difference(fitted, whole, self._limit)[0] <= self._limit:
-                    return replace(verdict, status=_Status.WEIGHTS)
+                    return replace(verdict, status=Status.WEIGHTS)
         # Only now: what matches to the limit was not disturbed by random numbers.
         if self._passes.drew:
-            return replace(verdict, status=_Status.RANDOM)
+            return replace(verdict, status=Status.RANDOM)
         flips = self._limit >= _HALF_LIMIT and from_roll <= _MOST_FLIPPED and has_experts(self._module)
-        return replace(verdict, status=_Status.ROUTING) if flips else verdict
+        return replace(verdict, status=Status.ROUTING) if flips else verdict
 
     def _matching(self, whole: Sketches) -> int:
         """The declarations, as bits, under which the groups make up the whole as closely as any does."""
         differences: dict[int, float] = {}
         tried: list[Floats] = []
-        for index, changes in enumerate(_declarations(self._config, self._schema)):
+        for index, changes in enumerate(declarations(self._config, self._schema)):
             weights, shares = self._weights_if(changes)
             # Declarations that give every row of the batch the same weight are one; the simplest is named.
             known = weights is not None and any(np.allclose(shares, each, rtol=1e-9) for each in tried)
@@ -536,14 +513,14 @@ class _Check:
         """Weights of the groups, and of all rows, under another declaration; None where it does not fit the batch."""
         nothing: Floats = np.empty(0)
         try:
-            table = _measured(self._batch, self._schema, self._config, changes)
+            table = measured(self._batch, self._schema, self._config, changes)
         except PadMinError:
             return None, nothing
         reduction = changes.get("loss_reduction", self._config.loss_reduction)
         if reduction != "sum" and not table.weight[self._probe.rows].sum() > 0:
             return None, nothing
         shares = np.ones(len(table)) if reduction == "sum" else table.weight / table.weight.sum()
-        return _weights(table, self._probe.groups, reduction), shares
+        return group_weights(table, self._probe.groups, reduction), shares
 
     def _agree(self, judged: _Verdict) -> Outcome:
         names = [name for name, p in self._module.named_parameters() if p.requires_grad]
@@ -553,22 +530,22 @@ class _Check:
         said = [int(judged.status), judged.matching, bits, place, int(tells), int(self._tells_first)]
         table = self._exchange(said)
         worst = int(table[:, 0].argmax())
-        if table[worst, 0] == _Status.EXACT:
+        if table[worst, 0] == Status.EXACT:
             worst = int(table[:, 2].view(np.float64).argmax())
-        status = _Status(int(table[worst, 0]))
+        status = Status(int(table[worst, 0]))
         value = float(table[worst : worst + 1, 2].view(np.float64)[0])
         place = int(table[worst, 3])
         words = self._words(status, int(table[worst, 1]), value, names[place] if place < len(names) else "")
-        if status >= _Status.PROMPTS:
+        if status >= Status.PROMPTS:
             rank = f" (rank {worst})" if len(table) > 1 else ""
             raise GradientCheckError(f"first-batch check{rank}: {words}")
-        told = status in (_Status.EXACT, _Status.ROLLED)
-        untellable = status in (_Status.RANDOM, _Status.ROUTING)
+        told = status in (Status.EXACT, Status.ROLLED)
+        untellable = status in (Status.RANDOM, Status.ROUTING)
         final = untellable or (told and bool(table[:, 4].any()))
         tells_first = told and bool(table[:, 5].any())
-        return Outcome(value, told, final, untellable or status is _Status.ROLLED, words, tells_first)
+        return Outcome(value, told, final, untellable or status is Status.ROLLED, words, tells_first)
 
-    def _words(self, status: _Status, matching: int, value: float, parameter: str) -> str:
+    def _words(self, status: Status, matching: int, value: float, parameter: str) -> str:
         n, way = len(self._probe.rows), "split" if not self._is_joint else "joint"
         differs = (
             f"{way} gradients of {n} rows differ from the un-split ones: relative difference {value:.2g} (limit "
@@ -579,57 +556,62 @@ class _Check:
                 "Rows were packed (layout='pack'): the step must hand batch['position_ids'] and use_cache=False on to "
                 "the model, as model(**batch) does, and must not need the mask, which is None. "
             )
-        if status is _Status.EXACT:
+        if status is Status.EXACT:
             return f"{way} gradients of {n} rows are the un-split ones (relative difference {value:.1e})"
-        if status is _Status.ROLLED:
+        if status is Status.ROLLED:
             lost = "labels on first tokens of left-padded rows are gone, or " if self._table.lost_targets else ""
             known = ". Rolled, each row is trained as it is without padding" if self._knows_rows else ""
             return (
                 f"rolling left padding changes gradients (relative difference {value:.2g}): {lost}this model reads "
                 f"padding, or counts positions by column{known}"
             )
-        if status is _Status.RANDOM:
+        if status is Status.RANDOM:
             return (
                 f"{differs}The training step draws random numbers outside of dropout, so whether the split is exact "
                 "cannot be told: make sure of it with a deterministic step, or set check='off'"
             )
-        if status is _Status.ROUTING:
+        if status is Status.ROUTING:
             return (
                 f"{differs}In half precision that can be tokens which rounding sends to other experts. Whether the "
                 "split is exact cannot be told: run the first steps in float32 once"
             )
-        if status is _Status.NO_GRADIENT:
+        if status is Status.NO_GRADIENT:
             return f"gradients of {n} rows are zero or not finite un-split, so there is nothing to compare with"
-        if status is _Status.PROMPTS:
+        if status is Status.PROMPTS:
             return (
                 f"{differs}The roll makes the difference, and slots that {self._schema.mask!r} leaves out hold "
                 "different tokens: it seems to leave out prompts, not padding. Give a mask of all real tokens "
                 f"(mask_key), and keep what carries loss in {self._config.labels_key!r} or loss_mask_key"
             )
-        if status is _Status.COLUMNS:
+        if status is Status.COLUMNS:
             chosen = [option for k, option in enumerate(self._alternatives) if not matching or matching >> k & 1]
             if matching:
                 return (
-                    f"{differs}The roll makes the difference, and it is gone if {_listed(chosen)}: declare "
-                    f"{_as_schema(chosen)}"
+                    f"{differs}The roll makes the difference, and it is gone if {listed(chosen)}: declare "
+                    f"{as_schema(chosen)}"
                 )
             return (
                 f"{differs}The roll makes the difference, and whether numbers of columns have a part in it cannot be "
                 f"told: they may be in {', '.join(repr(path) for path, _ in chosen)}. Declare each in batch_schema: "
                 "'column' if its values are columns of the padded batch, else 'row'"
             )
-        if status is _Status.PADDING:
+        if status is Status.PADDING:
             return (
                 f"{differs}A row with padding behind it is trained otherwise than without: the model or the loss reads "
                 "padding (a normalisation or a mean over all columns, a backward recurrence without packed sequences, "
-                f"a mask that is not passed on). Have it leave out padding by the mask, or {self.advice.off}"
+                "a mask that is not passed on). Have it leave out padding by the mask"
+                + (
+                    f", or {self.advice.off}"
+                    if self._is_joint
+                    else f". If the loss alone reads it: {self.advice.coupled}"
+                )
             )
-        if status is _Status.DECLARATION:
-            candidates = enumerate(_declarations(self._config, self._schema))
-            choices = " or ".join(_options(changes) for index, changes in candidates if matching >> index & 1)
+        if status is Status.DECLARATION:
+            candidates = enumerate(declarations(self._config, self._schema))
+            choices = " or ".join(as_options(changes) for index, changes in candidates if matching >> index & 1)
             told = "" if " or " not in choices else " (these rows do not tell which)"
             return f"{differs}{self._declared} is not what the training step does: set {choices}{told}"
-        if status is _Status.WEIGHTS:
+        if status is Status.WEIGHTS:
             return (
                 f"{differs}The loss weighs rows in another way than {self._declared} says. If the batch tells "
                 "their weights, give loss_reduction=function of the batch that returns them, (rows,), or a "
@@ -647,67 +629,8 @@ class _Check:
     @property
     def _declared(self) -> str:
         if self.advice.reduction is None:
-            return _declared(self._config)
+            return declared_options(self._config)
         return f"{self.advice.reduction} with label_shift={self._table.shift}"
 
 
-def _listed(options: Sequence[tuple[str, Field]]) -> str:
-    """What alternatives say of their entries."""
-    columns = [repr(path) for path, field in options if field.kind == "column"]
-    rows = [repr(path) for path, field in options if field.kind == "row"]
-    said = [f"the numbers of columns in {', '.join(columns)} move with their rows"] if columns else []
-    said += [f"{', '.join(rows)} stay as they are (their names say columns)"] if rows else []
-    return " and ".join(said)
-
-
-def _as_schema(options: Sequence[tuple[str, Field]]) -> str:
-    def declared(field: Field) -> str:
-        return repr(field.kind) if field.axis == "input" else f"Field({field.kind!r}, axis={field.axis!r})"
-
-    return "batch_schema={" + ", ".join(f"{path!r}: {declared(field)}" for path, field in options) + "}"
-
-
-def _weights(table: RowTable, groups: Sequence[Ints], reduction: object) -> list[float]:
-    """Weight of each group's loss among the groups, as `MicroBatcher` gives it."""
-    if reduction == "sum":
-        return [1.0] * len(groups)
-    own = [float(table.weight[group].sum()) for group in groups]
-    return [weight / sum(own) for weight in own]
-
-
-def _declarations(config: PadMinConfig, schema: Schema) -> Iterator[dict[str, Any]]:
-    """Other declarations to try: changed options, simplest first."""
-    shifts = [{}] if schema.labels is None else [{}, {"label_shift": 0}, {"label_shift": 1}]
-    for shift in shifts:
-        for reduction in _REDUCTIONS:
-            changes = {"loss_reduction": reduction} if reduction != config.loss_reduction else {}
-            if changes or shift:
-                yield changes | shift
-    if config.loss_mask_key is not None:
-        yield {"loss_reduction": "token-mean", "loss_mask_key": None}
-    elif len(schema.widths) == 1 or schema.decoder_mask is not None:  # else labels say where rows end
-        # Labels would select among the tokens of a loss mask.
-        without = {} if schema.labels is None else {"labels_key": None}
-        yield {"loss_reduction": "token-mean", **without, "loss_mask_key": schema.mask}
-
-
-def _measured(batch: Any, schema: Schema, config: PadMinConfig, changes: dict[str, Any]) -> RowTable:
-    if "loss_mask_key" in changes:
-        mask = changes["loss_mask_key"]
-        schema = replace(schema, loss_mask=mask, labels=schema.labels if mask is None else None)
-    return measure(
-        batch,
-        schema,
-        ignore_index=config.ignore_index,
-        label_shift=changes.get("label_shift", config.label_shift),
-        loss_reduction=changes.get("loss_reduction", config.loss_reduction),
-    )
-
-
-def _options(changes: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in changes.items())
-
-
-def _declared(config: PadMinConfig) -> str:
-    options = {"loss_reduction": config.loss_reduction, "label_shift": config.label_shift}
-    return _options({name: value for name, value in options.items() if value is not None})
+__all__ = ["Advice", "Outcome", "check_gradients"]

@@ -25,7 +25,7 @@ from lightning_padmin.errors import BatchError
 from lightning_padmin.fields import Axis, Field, Schema
 from lightning_padmin.layout import SlotMap, readable
 from lightning_padmin.rows import RowTable
-from lightning_padmin.tree import iter_leaves, last_part, map_leaves
+from lightning_padmin.tree import child_of, iter_leaves, last_part, map_leaves
 
 POSITIONS = "position_ids"
 
@@ -230,7 +230,7 @@ def _with(made: Any, schema: Schema, more: Mapping[str, Any]) -> Any:
     """Further entries beside the mask."""
     parent, names = made, schema.mask.split(".")
     for name in names[:-1]:
-        parent = parent[name] if isinstance(parent, Mapping) else None
+        parent = child_of(parent, name)
     if not isinstance(parent, Mapping) or not hasattr(parent, "__setitem__"):
         raise BatchError(
             f"layout='pack': a batch of type {type(made).__name__} has no place for {POSITIONS!r} beside "

@@ -28,6 +28,7 @@ from lightning_padmin.guards import ArchitectureError, batch_statistics, inspect
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.packing import PackGate, gate_of
 from lightning_padmin.sequence import MicroBatch, MicroBatches
+from lightning_padmin.tree import iter_leaves, last_part
 
 NoSync = Callable[[], AbstractContextManager[Any]]
 _MODES = ("joint", "replay")
@@ -105,6 +106,7 @@ class PaddedForward:
         wrong = batch_statistics(self.model) if isinstance(self.model, nn.Module) else None
         if wrong is not None:
             raise ArchitectureError(wrong)
+        self._batcher.config = self.config = named_as(self.config, inputs)
         has_labels = self.config.labels_key is not None and inputs.get(self.config.labels_key) is not None
         own_loss = CausalLoss.of(self.model, self.config, inputs) if has_labels else None
         if self._takes_use_cache:
@@ -222,6 +224,35 @@ class _RandomState:
             for kind, dtype in self.casts:
                 stack.enter_context(torch.autocast(kind, dtype))
             yield
+
+
+def named_as(config: PadMinConfig, inputs: Mapping[str, Any]) -> PadMinConfig:
+    """The options with names of a batch's entries as a model call has them: `inputs.segments` comes as `segments`.
+
+    Labels and a loss mask may stay with the loss, which sees the whole batch.
+    """
+    roles = ("mask_key", "labels_key", "decoder_mask_key", "loss_mask_key")
+    keys = [key for key in (getattr(config, role) for role in roles) if key is not None]
+    keys += [*config.batch_schema, *config.static_keys]
+    paths = tuple(path for path, _ in iter_leaves(inputs, keys)) if any("." in key for key in keys) else tuple(inputs)
+
+    def name(key: str) -> str:
+        is_there = key in paths or any(path.endswith("." + key) or path.startswith(key + ".") for path in paths)
+        return last_part(key) if not is_there and last_part(key) in inputs else key
+
+    changed: dict[str, Any] = {role: name(getattr(config, role)) for role in roles if getattr(config, role) is not None}
+    of_roles = set(changed.values())
+    for role in ("labels_key", "loss_mask_key"):
+        key = changed.get(role)
+        if key not in (None, "labels") and not any(path == key or path.endswith(f".{key}") for path in paths):
+            changed[role] = None
+    schema: dict[str, Any] = {}
+    for key, entry in config.fields.items():  # `positive.attention_mask` says nothing of the call's own mask
+        new = name(key)
+        if new == key or (new not in of_roles and new not in config.batch_schema):
+            schema.setdefault(new, entry)
+    static = [name(key) for key in config.static_keys if name(key) not in schema and name(key) not in of_roles]
+    return replace(config, **changed, batch_schema=schema, static_keys=static)
 
 
 def _unwrapped(model: Any) -> Any:

@@ -20,7 +20,7 @@ from lightning_padmin.errors import SchemaError
 from lightning_padmin.fields import AXES, Axis, Field, Fill, Kind, Schema, parse_field
 from lightning_padmin.printing import listed
 from lightning_padmin.shapes import check_plain, check_shape, with_owner
-from lightning_padmin.tree import Paths, check_rebuildable, find_path, iter_leaves, last_part, tensors_in
+from lightning_padmin.tree import Paths, check_rebuildable, find_path, iter_leaves, last_part, parent_of, tensors_in
 
 __all__ = ["AXES", "Axis", "Field", "Kind", "Schema", "find_path", "infer_schema", "parse_field"]
 
@@ -81,7 +81,9 @@ def infer_schema(
         SchemaError: no mask, an entry that is ambiguous or has the wrong number of rows, or a declaration that does
             not fit its entry.
     """
-    found = _Inference(batch, dict(overrides or {}), tuple(static_keys), previous)
+    roles_named = (mask_key, labels_key, decoder_mask_key, loss_mask_key)
+    named = [key for key in roles_named if key is not None and "." in key]
+    found = _Inference(batch, dict(overrides or {}), tuple(static_keys), previous, named)
     mask = found.mask(mask_key)
     decoder_mask = found.role("decoder_mask_key", decoder_mask_key)
     labels = found.labels(labels_key)
@@ -89,6 +91,8 @@ def infer_schema(
     if loss_mask_key is not None and loss_mask is None:
         raise SchemaError(f"loss_mask_key={loss_mask_key!r}: the batch has no such entry")
     found.read_decoder(decoder_mask, labels, encoder_decoder)
+    if decoder_mask is not None and last_part(decoder_mask) in _INPUT and parent_of(decoder_mask) != parent_of(mask):
+        found.decoder_node = parent_of(decoder_mask)
     side: Axis = "input" if found.decoder_width is None else "decoder"
     if labels in found.declared and found.declared[labels].kind == "position":
         side = found.declared[labels].axis
@@ -128,10 +132,16 @@ class _Inference:
     """One run of `infer_schema`: the leaves and what has been found out so far."""
 
     def __init__(
-        self, batch: Any, overrides: dict[str, Field], static_keys: tuple[str, ...], previous: Schema | None
+        self,
+        batch: Any,
+        overrides: dict[str, Field],
+        static_keys: tuple[str, ...],
+        previous: Schema | None,
+        named: Sequence[str],
     ) -> None:
-        self.leaves: dict[str, Any] = dict(iter_leaves(batch, [*overrides, *static_keys]))
+        self.leaves: dict[str, Any] = dict(iter_leaves(batch, [*overrides, *static_keys, *named]))
         self.paths = Paths(self.leaves)
+        self.decoder_node: str | None = None  # where names of the input axis are those of the decoder's
         self.declared: dict[str, Field] = {}
         for key, entry in [*overrides.items(), *((key, Field("static")) for key in static_keys)]:
             # A declared entry may be absent: image keys, say, are missing from batches without images.
@@ -241,7 +251,7 @@ class _Inference:
             fill = pad_token_id if is_ids else (_INPUT | _DECODER)[name]
             if is_ids and pad_token_id is not None:
                 _check_holds(path, leaf, pad_token_id)
-            known = ("input" if name in _INPUT else "decoder", fill)
+            known = ("input" if name in _INPUT and not self._is_of_decoder(path) else "decoder", fill)
         if path in self.declared:
             entry = self.declared[path]
             if entry.kind == "position" and entry.fill is None and known is not None:
@@ -260,6 +270,10 @@ class _Inference:
         if not holds_integers(leaf) or not isinstance(leaf, torch.Tensor | np.ndarray):
             return holds_integers(leaf) and len(leaf) == self.rows
         return leaf.ndim > 0 and leaf.shape[0] == self.rows and self.width not in leaf.shape[1:]
+
+    def _is_of_decoder(self, path: str) -> bool:
+        """Whether an entry is beside the decoder's mask, in a node of its own: `decoder.input_ids`."""
+        return bool(self.decoder_node) and path.startswith(f"{self.decoder_node}.")
 
     def _positional(self, path: str, leaf: Any, axis: Axis, fill: Fill) -> Field:
         name, ndim = last_part(path), getattr(leaf, "ndim", 0)

@@ -58,8 +58,8 @@ class Paths:
         return sorted(self.all)
 
     def ending_in(self, key: str) -> list[str]:
-        """Those whose last part is `key`."""
-        return self._by_end.get(key, [])
+        """Those whose last part, or parts, are `key`."""
+        return [path for path in self._by_end.get(last_part(key), []) if path == key or path.endswith("." + key)]
 
     def below(self, key: str) -> list[str]:
         """Those inside of the node `key`, sorted."""
@@ -74,8 +74,13 @@ class Paths:
         return first < len(self._sorted) and self._sorted[first].startswith(key + ".")
 
 
+def parent_of(path: str) -> str:
+    """The path of the node that an entry is in: `parent_of("inputs.labels") == "inputs"`; "" at the top."""
+    return path.rpartition(".")[0]
+
+
 def find_path(key: str, paths: Paths | Sequence[str], option: str) -> str | None:
-    """The path that `key` names: itself, else the one path whose last part it is; None if there is none.
+    """The path that `key` names: itself, else the one path whose last part or parts it is; None if there is none.
 
     Raises:
         SchemaError: several paths end in `key`.
@@ -105,6 +110,15 @@ def _children(node: Any, path: str, named: Paths) -> list[tuple[object, Any]] | 
     if isinstance(node, list | tuple) and (not path or (path not in named.all and named.has_below(path))):
         return list(enumerate(node))
     return None
+
+
+def child_of(node: Any, name: str) -> Any:
+    """The child of an inner node under one part of a path."""
+    if isinstance(node, Mapping):
+        return next(value for key, value in node.items() if str(key) == name)
+    if isinstance(node, list | tuple) and not _is_named_tuple(node):
+        return node[int(name)]
+    return getattr(node, name)
 
 
 def iter_leaves(batch: Any, named: Collection[str] = ()) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from lightning_padmin.guards import inspect_model
 from lightning_padmin.isolation import untouched, without_dropout
 from lightning_padmin.microbatch import MicroBatcher, compact
 from lightning_padmin.sequence import MicroBatches
-from lightning_padmin.tree import iter_leaves
+from lightning_padmin.tree import find_path, iter_leaves
 
 LossFunction = Callable[[Any], Tensor]
 Verdict = Literal["exact", "differs", "note"]
@@ -231,7 +231,8 @@ def _packed(
 ) -> Check:
     lengths = batches.table.length[:, 0]
     first, second = (int(row) for row in lengths.argsort()[-2:])
-    ids = dict(iter_leaves(compact(batch, config).batch))["input_ids"]
+    small = dict(iter_leaves(compact(batch, config).batch))
+    ids = small[find_path("input_ids", tuple(small), "input_ids") or "input_ids"]
     documents = [ids[row, : int(lengths[row])] for row in (first, second)]
     positions = torch.cat([torch.arange(len(document), device=ids.device) for document in documents])[None]
 
