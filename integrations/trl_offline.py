@@ -91,7 +91,8 @@ class OfflineEngine:
                 self._check(inputs, *args, **options)
             with self._hooks.around(0, 2), chunked(inside, self._config, self._exchange) as calls:
                 result = stock(model, inputs, *args, **options)
-            self.stats, self._since_log = self.stats + calls.total, self._since_log + calls.total
+            stats = replace(calls.total, loss_tokens=trl_stock.loss_tokens(inputs))
+            self.stats, self._since_log = self.stats + stats, self._since_log + stats
             return result
 
         return training_step

@@ -27,6 +27,7 @@ def is_offline(kind: type) -> bool:
 
 def refuse_class(kind: type) -> None:
     """Raises ConfigError for trainers that are not known, and for a TRL whose private hooks have changed."""
+    trl_stock.check_release()
     stock, names = trl_stock.stock_class(kind), _stock_names(kind)
     if not names & (_ONLINE | _OFFLINE):
         raise ConfigError(

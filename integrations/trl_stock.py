@@ -46,10 +46,17 @@ def release() -> tuple[int, ...]:
     return tuple(int(part) for part in trl.__version__.split(".")[:2] if part.isdigit())
 
 
+def check_release() -> None:
+    """Raises ConfigError for a TRL older than the oldest that is supported."""
+    if release() < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        raise ConfigError(
+            f"trl {trl.__version__} is installed, and PadMinMixin needs trl>={wanted}: pip install -U 'trl>={wanted}'"
+        )
+
+
 def check_signatures(stock: type) -> None:
     """Raises ConfigError when this TRL's private hooks are not those that were checked."""
-    if release() < OLDEST:
-        raise ConfigError(f"trl {trl.__version__}: PadMinMixin needs trl>={'.'.join(map(str, OLDEST))}. Upgrade it")
     for name, expected in _EXPECTED.items():
         function = getattr(stock, name, None)
         found = list(inspect.signature(function).parameters) if function is not None else None
@@ -183,6 +190,23 @@ class _Alone(_Stand):
 
     def pad_across_processes(self, value: Any, *args: Any, **options: Any) -> Any:
         return value
+
+
+def loss_tokens(inputs: Any) -> int:
+    """Tokens that carry loss in a batch of a trainer that learns from a dataset, after the shift; 0 where none do.
+
+    Labels of SFT, completion masks of DPO and KTO (labels of completions before 1.16); a reward is of a row.
+    """
+    for name, outside in (
+        ("shift_labels", -100),
+        ("completion_mask", 0),
+        ("completion_labels", -100),
+        ("labels", -100),
+    ):
+        values = inputs.get(name) if isinstance(inputs, Mapping) else None
+        if isinstance(values, Tensor) and values.ndim == 2:
+            return int((values[:, int(name != "shift_labels") :] != outside).sum())
+    return 0
 
 
 def tokens_of(inputs: Mapping[str, Any]) -> dict[str, Tensor]:

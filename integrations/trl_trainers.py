@@ -18,13 +18,9 @@ The mixin only passes calls on to `trl_engine.Engine`, which it keeps in one att
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 from typing import Any
-
-try:
-    from trl.trainer.grpo_trainer import GRPOTrainer
-    from trl.trainer.rloo_trainer import RLOOTrainer
-except ImportError as error:
-    raise ImportError("PadMinMixin needs TRL: pip install 'trl>=0.29'") from error
 
 from torch import Tensor
 
@@ -32,10 +28,26 @@ from lightning_padmin.announce import Announcement, announce
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import telling_others
 from lightning_padmin.environment import resolve_for_class
-from lightning_padmin.integrations.trl_engine import Engine
-from lightning_padmin.integrations.trl_offline import OfflineEngine
-from lightning_padmin.integrations.trl_refusals import is_offline, refuse_class
 from lightning_padmin.stats import PaddingStats
+
+_NEEDS = "trl>=0.29"
+try:
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    from lightning_padmin.integrations.trl_engine import Engine
+    from lightning_padmin.integrations.trl_offline import OfflineEngine
+    from lightning_padmin.integrations.trl_refusals import is_offline, refuse_class
+except Exception as error:  # an old TRL beside new packages fails in any way
+    found = getattr(sys.modules.get("trl"), "__version__", None)
+    try:
+        found = found or importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(f"PadMinMixin needs TRL: pip install '{_NEEDS}'") from error
+    raise ImportError(
+        f"trl {found} is installed, and PadMinMixin needs {_NEEDS}: it cannot be imported ({error}). "
+        f"pip install -U '{_NEEDS}'"
+    ) from error
 
 
 class PadMinMixin:

@@ -6,10 +6,26 @@ integer `code`, because ranks tell each other in integers why a batch was refuse
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning_padmin.printing import printable_lines
 
+_wording: Callable[[str], str] | None = None
 
-class PadMinError(ValueError):
+
+def speak(wording: Callable[[str], str] | None) -> None:
+    """Has all messages go through a function from now on, where options are not set in Python; None: as they are."""
+    global _wording
+    _wording = wording
+
+
+class _Worded(Exception):
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if _wording is None else _wording(text)
+
+
+class PadMinError(_Worded, ValueError):
     """Base class of all refusals. Nothing has been changed or left half-installed when one is raised."""
 
     code = 9
@@ -59,7 +75,7 @@ class GradientCheckError(PadMinError):
     code = 7
 
 
-class PadMinWarning(UserWarning):
+class PadMinWarning(_Worded, UserWarning):
     """Something the user should know once: a row over budget, a target lost by the roll."""
 
     def __str__(self) -> str:

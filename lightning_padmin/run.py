@@ -2,7 +2,8 @@
 
 For scripts that do not know this library. Where it is switched on (see `environment`), every Trainer that the script
 makes gets the mixin that goes with it, subclasses of the script's own included; one that has a mixin already is left
-alone. Switched off, the script runs as it would without. `-m MODULE ...` runs a module.
+alone. Switched off, the script runs as it would without. `-m MODULE ...` runs a module. A script that ends without a
+Trainer, though this was switched on, is told so on stderr.
 
 `padmin launch` puts this in front of the script; with `accelerate launch` write `-m lightning_padmin.run SCRIPT ...`.
 """
@@ -21,8 +22,9 @@ from types import ModuleType
 from typing import Any
 
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.environment import is_main_process, resolve, say_once
-from lightning_padmin.errors import ConfigError, PadMinError
+from lightning_padmin.environment import Resolved, is_main_process, resolve, say_once
+from lightning_padmin.errors import ConfigError, PadMinError, speak
+from lightning_padmin.wording import in_variables
 
 _TRAINER = "transformers.trainer"
 _USAGE = "usage: python -m lightning_padmin.run SCRIPT [ARGUMENT ...], or -m MODULE [ARGUMENT ...]"
@@ -48,17 +50,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except PadMinError as error:
         raise SystemExit(f"padmin: {error}") from None
     say_once(resolved, is_main_process())
+    if not is_module and not Path(words[0]).exists():
+        raise SystemExit(f"padmin: there is no script {words[0]!r}. {_USAGE}")
     if resolved.config.enabled:
         patch_trainers(resolved.config)
+        speak(in_variables)
     sys.argv = words
-    if is_module:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    try:
+        if is_module:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(words[0]).resolve().parent)  # where Python would look for the script's modules
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as left:
+        if left.code in (None, 0):
+            _tell_if_unused(resolved, words)
+        raise  # an error is news enough
+    _tell_if_unused(resolved, words)
+
+
+def _tell_if_unused(resolved: Resolved, words: Sequence[str]) -> None:
+    """Says, on the main process, that nothing in the script could use what was switched on."""
+    if _is_used() or not resolved.config.enabled or not is_main_process() or {"-h", "--help"} & set(words):
         return
-    if not Path(words[0]).exists():
-        raise SystemExit(f"padmin: there is no script {words[0]!r}. {_USAGE}")
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(words[0]).resolve().parent)  # where Python itself would look for the script's modules
-    runpy.run_path(words[0], run_name="__main__")
+    print(
+        f"padmin: switched on ({resolved.source}), but {words[0]} has made no Trainer of transformers or TRL in this "
+        "process, so no padding was removed. A command that starts another process to train (trl sft) needs this in "
+        "front of what trains: python -m lightning_padmin.run -m trl.scripts.sft ...; a loop of your own needs "
+        "PadMin(accelerator).micro_batches(batch, model)",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _is_used() -> bool:
+    """Whether a Trainer was made, or the script itself has one of the adapters."""
+    return any(name.startswith("lightning_padmin.integrations.") for name in sys.modules)
 
 
 def patch_trainers(config: PadMinConfig) -> None:

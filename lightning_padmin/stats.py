@@ -108,7 +108,10 @@ class PaddingStats:
         return self.wait_slots / (self.wait_slots + self.slots) if self.wait_slots else 0.0
 
     def metrics(self, prefix: str = "padmin/") -> dict[str, float | int]:
-        """What loggers get: ratios of the sums, and the counts that mean something on their own."""
+        """What loggers get: ratios of the sums, and the counts that mean something on their own.
+
+        Loss tokens are left out where none were counted: nobody has said which tokens carry loss, or none do.
+        """
         values: dict[str, float | int] = {
             "waste": self.waste,
             "waste_before": self.waste_before,
@@ -121,6 +124,8 @@ class PaddingStats:
             "over_budget_rows": self.over_budget_rows,
             "idle": self.idle,
         }
+        if not self.loss_tokens:
+            del values["loss_tokens"]
         return {prefix + name: value for name, value in values.items()}
 
     def state_dict(self) -> dict[str, int]:

@@ -34,6 +34,7 @@ from trl_cases import (
 
 from lightning_padmin import PadMinConfig
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
+from lightning_padmin.integrations import trl_stock
 from lightning_padmin.integrations.trl_offline import OfflineEngine
 from lightning_padmin.integrations.trl_trainers import PadMinMixin
 
@@ -67,6 +68,14 @@ def dataset(kind: str, count: int = 40) -> Dataset:
         },
     }["sft" if kind == "reads" else kind]
     return Dataset.from_dict(columns())
+
+
+def loss_tokens(kind: str) -> int:
+    """Tokens of an epoch that carry loss: words behind what they are predicted from, and the ends of the texts."""
+    rows, columns = dataset(kind), {"sft": ["text"], "dpo": ["chosen", "rejected"], "kto": ["completion"]}
+    texts = [text for column in columns.get(kind, []) for text in rows[column]]
+    ends = 0 if kind == "sft" else len(texts)  # the first word of an SFT row is predicted from nothing
+    return sum(len(text.split()) for text in texts) + ends
 
 
 def classifier() -> nn.Module:
@@ -161,6 +170,8 @@ def test_gradients_and_metrics_are_the_stock_ones(name: str) -> None:
     assert 0 < checked <= stock.slots
     assert stats.batches == 5
     assert "padmin/waste" in ours.logs[0]
+    assert stats.loss_tokens == loss_tokens(kind)
+    assert all(("padmin/loss_tokens" in logs) is (kind != "reward") for logs in ours.logs if "padmin/waste" in logs)
     assert stock.largest > 128
 
 
@@ -222,3 +233,24 @@ def test_where_a_sharded_check_is_left_out_it_is_said_once(recwarn: pytest.Warni
     for quiet in (first, engine(main=False)):
         quiet.before_window([{}])
     assert not [each for each in recwarn if each.category is PadMinWarning]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "count"),
+    [
+        ({"labels": torch.tensor([[-100, 5, 6, -100], [7, 8, 9, 9]])}, 5),
+        ({"labels": torch.tensor([[5, 6]]), "shift_labels": torch.tensor([[6, -100]])}, 1),
+        ({"input_ids": torch.ones(2, 4), "completion_mask": torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]])}, 4),
+        ({"completion_labels": torch.tensor([[-100, -100, 4]]), "label": [True]}, 1),  # KTO before 1.16
+        ({"input_ids": torch.ones(2, 4), "margin": torch.ones(2)}, 0),
+    ],
+)
+def test_loss_tokens_are_those_after_the_shift(inputs: dict[str, Any], count: int) -> None:
+    assert trl_stock.loss_tokens(inputs) == count
+
+
+@pytest.mark.parametrize("kind", ["sft", "kto"])
+def test_a_trl_that_is_too_old_is_named_before_anything_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl_stock.trl, "__version__", "0.28.1")
+    with pytest.raises(ConfigError, match=r"trl 0.28.1 is installed, and PadMinMixin needs trl>=0.29: pip install -U"):
+        type("Ours", (PadMinMixin, KINDS[kind][0]), {})(padmin=BUDGET)

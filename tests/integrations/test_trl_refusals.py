@@ -69,7 +69,7 @@ def test_a_changed_signature(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_old_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl, "__version__", "0.28.9")
-    with pytest.raises(ConfigError, match=r"trl 0\.28\.9: PadMinMixin needs trl>=0\.29"):
+    with pytest.raises(ConfigError, match=r"trl 0\.28\.9 is installed, and PadMinMixin needs trl>=0\.29"):
         PadMinGRPOTrainer(model=None, reward_funcs=None)
 
 
