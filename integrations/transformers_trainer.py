@@ -487,11 +487,12 @@ def _refuse_unsupported(trainer: Any) -> None:
     if type(trainer).__module__.startswith("trl."):
         raise ConfigError(f"{type(trainer).__name__} is a trainer of TRL: use PadMinMixin of trl_trainers")
     refuse_noise_of(trainer)
-    if "layerwise" in str(args.optim) or str(getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
-        name = getattr(args.optim, "value", args.optim)
+    name = str(getattr(args.optim, "value", args.optim))
+    if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
+        other = name.removesuffix("_layerwise") if name.endswith("_layerwise") else "adafactor"
         raise ConfigError(
             f"optim={name!r} takes its steps in the backward pass, which runs once per part of a batch here. Use one "
-            f"that does not ({name.removesuffix('_layerwise') if 'layerwise' in name else 'adafactor'})"
+            f"that does not (optim={other!r})"
         )
     if trainer.label_smoother is not None and not trainer.model_accepts_loss_kwargs:
         raise ConfigError(

@@ -260,26 +260,27 @@ class _Guard:
             self._fail("makes something else of parts of a gradient than of the whole")
         return returned
 
-    def _after(self, parameter: nn.Parameter) -> None:
+    def _after(self, parameter: nn.Parameter) -> Any:
         gradient = parameter.grad
         kept, weight = gradient, None
         versions = (None if gradient is None else gradient._version, parameter._version)
         if self._by_value:
             kept, weight = None if gradient is None else gradient.detach().clone(), parameter.detach().clone()
-        self._hook.function(parameter)
+        returned = self._hook.function(parameter)  # something else than None is torch's to refuse
         self._look_at_parameter(weight, versions[1])
         if gradient is None or kept is None:
-            return
+            return returned
         now = parameter.grad
         if now is None:
             self._fail("takes the gradient away")
-            return
+            return returned
         written = now is not gradient or now._version != versions[0] or not _same(now, kept)
         self._acts = self._acts or written
         if written and weight is None:
             self._fail("writes into gradients, at times")
         if written and not self._factors.hold(kept, now.detach()):
             self._fail("writes into gradients, which would be done again for each micro-batch")
+        return returned
 
     def _look_at_parameter(self, kept: Tensor | None, version: int) -> None:
         parameter = self._hook.parameter
