@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from lightning_padmin.errors import BatchError
-from lightning_padmin.fields import Axis
+from lightning_padmin.fields import AXES, Axis
+from lightning_padmin.kept_logits import KeptLogits
 from lightning_padmin.sequence import MicroBatches
 
 OutputKind = Literal["position", "row", "flat", "drop"]
@@ -27,42 +29,85 @@ _KNOWN: dict[tuple[str, int], OutputKind] = {
     ("end_logits", 2): "position",
     ("router_logits", 2): "flat",
 }
+Shape = tuple[int, ...]
+Proof = tuple[OutputKind, Axis]
+Proofs = MutableMapping[tuple[str, int], Proof]  # place in the outputs and number of dimensions -> what it is
+_PROOFS: WeakKeyDictionary[nn.Module, Proofs] = WeakKeyDictionary()
 _CACHES = ("cache", "past_key_values", "cache_params", "state", "rnn_state", "mems")
 
 
+def proofs_of(model: Any) -> Proofs:
+    """What has been proven of a model's outputs so far; calls whose chunks prove nothing may rely on it."""
+    return _PROOFS.setdefault(model, {}) if isinstance(model, nn.Module) else {}
+
+
 class Assembler:
-    """Puts the outputs of all chunks together in the layout of the batch."""
+    """Puts the outputs of all chunks together in the layout of the batch.
+
+    An output is known by its name, by declaration, or by shapes that can have one reading only: chunks of different
+    rows and widths. Whatever is claimed must hold for all chunks.
+    """
 
     def __init__(
-        self, batches: MicroBatches, declared: Mapping[str, OutputKind], inputs: Mapping[str, Any], model: Any
+        self,
+        batches: MicroBatches,
+        declared: Mapping[str, OutputKind],
+        inputs: Mapping[str, Any],
+        model: Any,
+        proofs: Proofs | None = None,
+        kept: KeptLogits | None = None,
     ) -> None:
         self._batches, self._declared, self._inputs, self._model = batches, declared, inputs, model
+        self._proofs, self._kept = {} if proofs is None else proofs, kept
         self._mask_key = batches.schema.mask
         real = batches.slot_maps[: len(batches.plan)]
-        self._rows, self._widths = (list(sizes) for sizes in zip(*(slots.shape for slots in real), strict=True))
+        self._rows = [slots.shape[0] for slots in real]
+        axes = AXES[: len(batches.schema.widths)]
+        self._widths: dict[Axis, list[int]] = {axis: [s.widths[k] for s in real] for k, axis in enumerate(axes)}
+        packed = batches.plan.is_packed
+        self._columns = [] if kept is None else [next(iter(kept.argument(s, packed).values()), 0) for s in real]
 
-    def join(self, path: str, parts: Sequence[Any]) -> Any:
-        """One output from those of the chunks (dummies last)."""
+    def join(self, results: Sequence[Any]) -> Any:
+        """The outputs of the whole batch from those of the chunks (dummies last)."""
+        first = results[0]
+        if self._kept is not None and not (isinstance(first, Mapping) and isinstance(first.get("logits"), Tensor)):
+            name = self._kept.name
+            raise BatchError(f"{name}: the outputs are {type(first).__name__} without 'logits': leave {name} out")
+        return self._join("", "", results)
+
+    def _join(self, path: str, place: str, parts: Sequence[Any]) -> Any:
         first = parts[0]
         if isinstance(first, Tensor):
-            return self._tensor(path, parts)
+            return self._tensor(path, place, parts)
         if isinstance(first, Mapping):
+            self._check_alike(path, [set(part) if isinstance(part, Mapping) else None for part in parts])
             keys = [key for key in first if key not in _CACHES and key != "aux_loss"]
-            values = {key: self.join(str(key), [part[key] for part in parts]) for key in keys}
+            values = {key: self._join(str(key), f"{place}.{key}", [part[key] for part in parts]) for key in keys}
             if "aux_loss" in first:
                 values["aux_loss"] = self._balance_loss(values.get("router_logits"))
             return like(first, values)
         if isinstance(first, tuple | list):
-            joined = [self.join(path, [part[k] for part in parts]) for k in range(len(first))]
+            self._check_alike(path, [len(part) if isinstance(part, tuple | list) else None for part in parts])
+            joined = [self._join(path, f"{place}[{k}]", [part[k] for part in parts]) for k in range(len(first))]
             return type(first)(joined) if not hasattr(first, "_fields") else type(first)(*joined)
-        if first is None or all(part == first for part in parts):
+        if first is None or all(part is first or _equal(part, first) for part in parts):
             return first
         raise BatchError(
             f"output {path!r} is {type(first).__name__}, which cannot be put together: outputs={{{path!r}: 'drop'}}"
         )
 
-    def _tensor(self, path: str, parts: Sequence[Any]) -> Tensor | None:
-        kind = self._kind(path, parts)
+    def _check_alike(self, path: str, found: Sequence[Any]) -> None:
+        """Raises BatchError where chunks have other keys or numbers of entries: one entry per row, say."""
+        if any(each != found[0] for each in found):
+            raise BatchError(
+                f"output {path!r} has other entries in each chunk ({found[:3]}), which cannot be put together: have "
+                "the model return tensors, or leave it out"
+            )
+
+    def _tensor(self, path: str, place: str, parts: Sequence[Any]) -> Tensor | None:
+        if self._kept is not None and path == "logits":
+            return self._with_dummies(self._kept.restore(self._batches, parts), parts)
+        kind, axis = self._kind(path, place, parts)
         if kind == "drop":
             return None
         if kind == "flat":
@@ -73,7 +118,7 @@ class Assembler:
             if self._batches.plan.is_packed:
                 raise BatchError(f"output {path!r} has one value per row, and packs have no rows: use layout='pad'")
             return self._with_dummies(self._batches.restore_rows(parts), parts)
-        return self._with_dummies(self._batches.restore(parts, axis=self._axis(path)), parts)
+        return self._with_dummies(self._batches.restore(parts, axis=axis), parts)
 
     def _axis(self, path: str) -> Axis:
         """Outputs of an encoder-decoder run along the decoder, but for those that are named the encoder's."""
@@ -88,28 +133,96 @@ class Assembler:
         attached: Tensor = _Attach.apply(joined, *dummies)  # type: ignore[no-untyped-call]
         return attached
 
-    def _kind(self, path: str, parts: Sequence[Tensor]) -> OutputKind:
-        shapes = [tuple(part.shape) for part in parts[: len(self._rows)]]
-        kind = self._declared.get(path) or _KNOWN.get((path, parts[0].ndim)) or self._proven(shapes)
-        if kind is None:
-            chunks = list(zip(self._rows, self._widths, strict=True))
-            raise BatchError(
-                f"output {path!r} has shapes {shapes[:4]} in chunks of {chunks[:4]} (rows, width): say what it is, "
-                f"outputs={{{path!r}: 'position'}}, 'row', 'flat' or 'drop'"
-            )
-        return kind
+    def _kind(self, path: str, place: str, parts: Sequence[Any]) -> Proof:
+        """What an output is, and the axis that its positions run along.
 
-    def _proven(self, shapes: Sequence[tuple[int, ...]]) -> OutputKind | None:
-        """What shapes prove; nothing where chunks of one width let two readings agree."""
-        if any(not shape for shape in shapes):
+        Raises:
+            BatchError: it is not known, or not what its name or a declaration says.
+        """
+        real = parts[: len(self._rows)]
+        shapes = [tuple(part.shape) if isinstance(part, Tensor) else () for part in real]
+        declared = self._declared.get(path)
+        named = declared or _KNOWN.get((path, parts[0].ndim))
+        if named == "row" and declared is None and self._may_be_positions(path, shapes):
+            named = None
+        if named is None:
+            proof = self._proven(shapes, self._proofs.get((place, parts[0].ndim)), place)
+            if proof is not None:
+                return proof
+            raise BatchError(f"output {path!r} has {self._found(shapes)}: say what it is, {_fix(path)}")
+        own = self._axis(path)
+        axes = [own] if declared is None else [own, *(axis for axis in self._widths if axis != own)]
+        for axis in axes:
+            if self._holds(named, axis, shapes, least=0 if declared is None else 1):
+                return named, axis
+        by = "its name" if declared is None else "declaration"
+        raise BatchError(f"output {path!r} is {named!r} by {by}, but has {self._found(shapes)}: {_fix(path)}")
+
+    def _found(self, shapes: Sequence[Shape]) -> str:
+        chunks = list(zip(self._rows, *self._widths.values(), strict=True))
+        return f"shapes {list(shapes[:4])} in chunks of {chunks[:4]} (rows, width)"
+
+    def _may_be_positions(self, path: str, shapes: Sequence[Shape]) -> bool:
+        """Whether (rows, x) named `logits` may as well be one value per token; models of transformers have classes."""
+        known = isinstance(getattr(getattr(self._model, "config", None), "model_type", None), str)
+        return path == "logits" and not known and any(self._follows(shapes, axis) for axis in self._widths)
+
+    def _holds(self, kind: OutputKind, axis: Axis, shapes: Sequence[Shape], least: int) -> bool:
+        """Whether all chunks have the shape that a kind says; positions may lack the last `least`."""
+        pairs = list(zip(shapes, self._rows, self._widths[axis], strict=True))
+        if kind == "drop":
+            return True
+        if kind == "row":
+            return all(s[:1] == (n,) for s, n, _ in pairs) and _same(s[1:] for s in shapes)
+        if kind == "flat":
+            return all(s[:1] == (n * w,) for s, n, w in pairs) and _same(s[1:] for s in shapes)
+        if not all(len(s) > 1 and s[0] == n and 0 <= w - s[1] <= least for s, n, w in pairs):
+            return False
+        return _same(w - s[1] for s, _, w in pairs) and _same(s[2:] for s in shapes)
+
+    def _follows(self, shapes: Sequence[Shape], axis: Axis) -> bool:
+        return all(len(s) > 1 and s[1] == w for s, w in zip(shapes, self._widths[axis], strict=True))
+
+    def _proven(self, shapes: Sequence[Shape], before: Proof | None, place: str) -> Proof | None:
+        """What shapes prove, in this call or in one before; None where sizes may agree by chance."""
+        found = self._read(shapes)
+        if found is None:
+            fits = before is not None and self._holds(*before, shapes, least=0)
+            return before if fits else None
+        proof, is_proven = found
+        if before is not None and proof != before:
             return None
-        by_row = all(shape[0] == n for shape, n in zip(shapes, self._rows, strict=True))
-        follows = by_row and all(len(s) > 1 and s[1] == w for s, w in zip(shapes, self._widths, strict=True))
-        if follows:
-            return "position" if len(set(self._widths)) > 1 else None
-        if by_row and len({shape[1:] for shape in shapes}) == 1:
-            return "row"
-        return None
+        if is_proven:
+            self._proofs[place, len(shapes[0])] = proof
+        return proof
+
+    def _read(self, shapes: Sequence[Shape]) -> tuple[Proof, bool] | None:
+        """The one reading of shapes, and whether it is proven for other calls too."""
+        rows = list(zip(shapes, self._rows, strict=True))
+        if not _same(len(shape) for shape in shapes) or not all(shape[:1] == (n,) for shape, n in rows):
+            return None
+        along: list[Axis] = [axis for axis in self._widths if self._follows(shapes, axis)]
+        if along:
+            widths = self._widths[along[0]]
+            varied = len(set(widths)) > 1 and len(along) == 1 and widths != self._rows
+            return (("position", along[0]), True) if varied and _same(s[2:] for s in shapes) else None
+        if not _same(shape[1:] for shape in shapes) or self._may_be_columns(shapes):
+            return None
+        if len(shapes) == 1:  # rows of a single chunk stay where they are, whatever the first dimension counts
+            return ("row", "input"), False
+        varied = len(set(self._rows)) > 1
+        alone = not varied and self._rows[0] == 1 and len(shapes[0]) == 1  # a total has one value in each chunk too
+        if not varied and (alone or self._rows[0] in shapes[0][1:]):
+            return None
+        return ("row", "input"), varied
+
+    def _may_be_columns(self, shapes: Sequence[Shape]) -> bool:
+        """Whether a dimension that is equal in all chunks may count columns: all chunks have that width, or nearly."""
+        sizes = set(shapes[0][1:])
+        near = {width + off for widths in self._widths.values() for width in set(widths) for off in (-1, 0, 1)}
+        alike = all(len(set(widths)) == 1 for widths in self._widths.values())
+        kept = len(set(self._columns)) == 1 and self._columns[0] in sizes
+        return (alike and not sizes.isdisjoint(near)) or kept
 
     def _balance_loss(self, router_logits: Any) -> Tensor:
         """The balance loss of the experts over the whole batch, by the model's own function.
@@ -147,6 +260,21 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.dummies)
         return gradient, *zeros
+
+
+def _fix(path: str) -> str:
+    return f"outputs={{{path!r}: 'position'}}, 'row', 'flat' or 'drop'"
+
+
+def _same(values: Iterable[Any]) -> bool:
+    return len(set(values)) == 1
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError):  # arrays
+        return False
 
 
 def like(mapping: Any, values: dict[Any, Any]) -> Any:

@@ -16,19 +16,21 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_padmin.assemble import Assembler, OutputKind, map_tensors, tensors
+from lightning_padmin.assemble import Assembler, OutputKind, map_tensors, proofs_of, tensors
 from lightning_padmin.causal_loss import CausalLoss
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import BatchError, ConfigError
 from lightning_padmin.guards import ArchitectureError, batch_statistics, inspect_model, row_limit, with_scan_chunk
+from lightning_padmin.kept_logits import KeptLogits
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.packing import PackGate, gate_of
 from lightning_padmin.sequence import MicroBatch, MicroBatches
-from lightning_padmin.tree import iter_leaves, last_part
+from lightning_padmin.tree import iter_leaves, last_part, map_leaves
 
 NoSync = Callable[[], AbstractContextManager[Any]]
 _MODES = ("joint", "replay")
@@ -46,7 +48,7 @@ class PaddedForward:
         exchange: the collective, where every rank must run the same number of chunks (FSDP); default: this one alone.
         gate: what decides whether rows are packed, where it has been made already; default: one for this model.
         outputs: what outputs with other names are: `"position"`, `"row"`, `"flat"` (rows x positions in one dimension)
-            or `"drop"`.
+            or `"drop"`. Without it they are what the shapes of chunks of different rows and widths prove, or refused.
 
     Attributes:
         micro_batches: those of the last call, with `.plan` and `.stats`.
@@ -87,7 +89,7 @@ class PaddedForward:
         if gate is None and isinstance(model, nn.Module):
             gate = gate_of({"": _unwrapped(model)}, self.config)
         self._batcher = MicroBatcher(self.config, exchange=exchange, row_limit=row_limit(findings), gate=gate)
-        self._outputs = dict(outputs or {})
+        self._outputs, self._proofs = dict(outputs or {}), proofs_of(model)
         self._takes_use_cache = _takes(model, "use_cache")
         self._pending: list[_Chunk] = []
 
@@ -98,8 +100,9 @@ class PaddedForward:
         that) the output has the model's own `loss` of the whole batch, its balance loss of experts included.
 
         Raises:
-            BatchError: inputs by position, labels for a model whose loss cannot be taken of the outputs, outputs that
-                cannot be put back, or (replay) a call whose predecessor has not been sent backward.
+            BatchError: inputs by position, `logits_to_keep` where rows end in padding, labels for a model whose loss
+                cannot be taken of the outputs, outputs that cannot be put back, or (replay) a call whose predecessor
+                has not been sent backward.
             PadMinError: the batch cannot be planned.
         """
         self._refuse(args)
@@ -108,33 +111,42 @@ class PaddedForward:
             raise ArchitectureError(wrong)
         self._batcher.config = self.config = named_as(self.config, inputs)
         has_labels = self.config.labels_key is not None and inputs.get(self.config.labels_key) is not None
+        kept = KeptLogits.taken_from(inputs, self.model, has_labels)
         own_loss = CausalLoss.of(self.model, self.config, inputs) if has_labels else None
         if self._takes_use_cache:
             inputs.setdefault("use_cache", False)  # a cache of chunks belongs to no row of the batch
-        batches = self._batcher.prepare(inputs)
+        batches = self._batcher.prepare_made(lambda: self._checked(inputs, kept))
         self.micro_batches = batches
         replayed = self.mode == "replay" and torch.is_grad_enabled()
         pending: list[_Chunk] = []
         results = []
-        for micro in batches:
+        for micro, slots in zip(batches, batches.slot_maps, strict=True):
             state = _RandomState.now() if replayed else None
+            more = {} if kept is None else kept.argument(slots, batches.plan.is_packed)
+            again = replace(micro, batch=_copy_of(micro.batch)) if replayed else micro  # before anything writes to it
             with self._unsynchronised(micro), torch.no_grad() if replayed else nullcontext():
-                result = self._run(micro)
+                result = self._run(micro, more)
             if state is not None:
                 leaves = _Leaves()
                 result = map_tensors(result, leaves.make)
-                pending.append(_Chunk(micro, leaves.tensors, state))
+                pending.append(_Chunk(again, leaves.tensors, state, more))
             results.append(result)
-        outputs = Assembler(batches, self._outputs, inputs, self.model).join("", results)
+        outputs = Assembler(batches, self._outputs, inputs, self.model, self._proofs, kept).join(results)
         if own_loss is not None:
             outputs = own_loss.add(outputs, batches.table)
         self._pending = pending  # only now: had anything raised, there would be nothing to send backward
         return outputs
 
-    def _run(self, micro: MicroBatch) -> Any:
+    def _checked(self, inputs: dict[str, Any], kept: KeptLogits | None) -> dict[str, Any]:
+        if kept is not None:
+            kept.check(inputs.get(self.config.mask_key))
+        return inputs
+
+    def _run(self, micro: MicroBatch, more: Mapping[str, Any]) -> Any:
         """Calls the model with one chunk; labels were there to be checked, their loss is that of the whole batch."""
         key = self.config.labels_key
-        return self.model(**{name: value for name, value in micro.batch.items() if name != key or value is None})
+        given = {name: value for name, value in micro.batch.items() if name != key or value is None}
+        return self.model(**given, **more)
 
     def backward_pending(self) -> None:
         """Replay: sends the gradients that the loss left on the outputs backward through the model, chunk by chunk.
@@ -154,7 +166,7 @@ class PaddedForward:
         with self._unsynchronised(chunk.micro), torch.enable_grad():
             chunk.state.restore()
             with chunk.state.autocast():
-                again = tensors(self._run(chunk.micro))
+                again = tensors(self._run(chunk.micro, chunk.more))
             outputs, gradients = [], []
             for output, leaf in zip(again, chunk.leaves, strict=True):
                 if output.requires_grad:
@@ -175,11 +187,32 @@ class PaddedForward:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """What replay keeps of one chunk: inputs by index, output leaves, and the random state of its first pass."""
+    """What replay keeps of one chunk: inputs, output leaves, and the random state of its first pass."""
 
     micro: MicroBatch
     leaves: list[Tensor]
     state: _RandomState
+    more: Mapping[str, Any]
+
+
+def _copy_of(batch: Any) -> Any:
+    """Inputs of a second pass that nobody else can write to, with their graph.
+
+    A batch that is one chunk as it came is the caller's own, which may be a buffer that the next batch goes to; so is,
+    in other chunks, what all rows share and lists of tensors. And the first pass may write to its inputs. A version
+    counter would not see writes through `.data` or from another process, so all is copied, as gathering would.
+    """
+    return map_leaves(batch, lambda path, leaf: _copied(leaf))
+
+
+def _copied(node: Any) -> Any:
+    if isinstance(node, Tensor):
+        return node.clone()
+    if isinstance(node, np.ndarray):
+        return node.copy()
+    if type(node) is dict:
+        return {key: _copied(value) for key, value in node.items()}
+    return type(node)(map(_copied, node)) if type(node) in (list, tuple) else node
 
 
 class _Leaves:
