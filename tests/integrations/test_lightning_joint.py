@@ -282,3 +282,29 @@ def test_a_loss_of_padding_slots_is_found_by_the_check() -> None:
         fit(module, [make_batch(LENGTHS)], padmin(mode="joint"))
     assert module.gradients == []
     assert BUDGET == 24
+
+
+class Clamps(Coupled):
+    """A hook that is not linear, which fires once per batch where there is one backward pass."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__(softmax_over_rows)
+        if reentrant is not None:
+            self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for p in self.parameters():
+            p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_hooks_on_gradients_fire_once_per_batch(reentrant: bool | None) -> None:
+    plain, joint = Clamps(reentrant), Clamps(reentrant)
+    fit(plain, ragged_batches(3))
+    fit(joint, ragged_batches(3), padmin(mode="joint"))
+    for found, wanted in zip(joint.gradients, plain.gradients, strict=True):
+        assert relative(found, wanted) <= EXACT
+        assert float(wanted.abs().max()) == 0.01
+
+
+def test_hooks_that_re_entrant_checkpoints_fire_for_each_chunk() -> None:
+    with pytest.raises(MisconfigurationException, match=r"has a hook.*use_reentrant=False"):
+        fit(Clamps(reentrant=True), ragged_batches(1), padmin(mode="joint"))
