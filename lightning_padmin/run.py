@@ -14,6 +14,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -52,8 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say_once(resolved, is_main_process())
     if not is_module and not Path(words[0]).exists():
         raise SystemExit(f"padmin: there is no script {words[0]!r}. {_USAGE}")
-    if resolved.config.enabled:
+    # Switched off too, where there are several ranks: it may be on elsewhere, and they compare what they are told.
+    if resolved.config.enabled or os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
         patch_trainers(resolved.config)
+    if resolved.config.enabled:
         speak(in_variables)
     sys.argv = words
     try:
@@ -158,7 +161,12 @@ def with_mixin(cls: type, config: PadMinConfig) -> type:
     """
     if any(base.__module__.startswith("lightning_padmin.") for base in cls.__mro__):
         return cls
-    mixin = _mixin_for(cls)
+    try:
+        mixin = _mixin_for(cls)
+    except ConfigError:
+        if config.enabled:
+            raise
+        return cls
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         mixin.__init__(self, *args, **({"padmin": config} | options))
