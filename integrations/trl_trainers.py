@@ -62,7 +62,7 @@ class PadMinMixin:
         ArchitectureError: the model's outputs for a row depend on the rows that run with it.
     """
 
-    _padmin_announced: Announcement | None = None
+    _padmin_announced: Announcement
     _padmin: Engine | OfflineEngine | None = None  # while the stock constructor runs, and with enabled=False
 
     def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
@@ -70,7 +70,9 @@ class PadMinMixin:
         if config.enabled:
             refuse_class(type(self))
         super().__init__(*args, **options)
-        self._padmin_announced = announce("PadMinMixin", config)
+        announced = announce("PadMinMixin", config)
+        if announced.is_due:  # until the first step
+            self._padmin_announced = announced
         if config.enabled and is_offline(type(self)):
             self._padmin = OfflineEngine(self, config)
         elif config.enabled:
@@ -98,8 +100,8 @@ class PadMinMixin:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: its share of the window's chunks."""
-        if self._padmin_announced is not None:  # by now every rank has made its trainer
-            announced, self._padmin_announced = self._padmin_announced, None
+        announced: Announcement | None = vars(self).pop("_padmin_announced", None)
+        if announced is not None:  # by now every rank has made its trainer
             announced.agree()
         stock = super().training_step  # type: ignore[misc]
         step = stock if self._padmin is None else self._padmin.step_in_place_of(stock)

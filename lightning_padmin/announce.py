@@ -73,6 +73,11 @@ class Announcement:
         self._keys = [f"padmin/announced/{who}/{number}/{other}" for other in range(world)]
         store.set(self._keys[rank], json.dumps(dict(facts)))
 
+    @property
+    def is_due(self) -> bool:
+        """Whether there are other ranks, whose set-up has not been compared yet."""
+        return self._store is not None
+
     def agree(
         self,
         patience: float = _PATIENCE,

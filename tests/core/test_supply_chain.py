@@ -390,7 +390,8 @@ def test_no_file_imports_what_speaks_to_the_network() -> None:
     speaking = {"socket", "urllib", "http", "requests", "httpx", "aiohttp", "ftplib", "smtplib", "huggingface_hub"}
     assert imported("import urllib.request\nfrom http import client") & speaking == {"urllib", "http"}
     for path in FILES:
-        assert not imported(path.read_text(encoding="utf-8")) & speaking, path
+        allowed = {"socket"} if path.name == "peers.py" else set()  # between the processes of one training
+        assert imported(path.read_text(encoding="utf-8")) & speaking == allowed, path
 
 
 @pytest.mark.parametrize(
