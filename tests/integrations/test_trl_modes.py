@@ -461,6 +461,7 @@ def test_only_one_attribute_is_added() -> None:
     assert vars(ours).keys() - vars(stock).keys() == {"_padmin"}
     assert {name for name in vars(PadMinMixin) if not name.startswith("__")} == {
         "_padmin",
+        "get_batch_samples",
         "padding_stats",
         "train",
         "training_step",
