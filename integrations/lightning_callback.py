@@ -73,7 +73,7 @@ from lightning_padmin.integrations.lightning_loop import JointOptimization, Spli
 from lightning_padmin.loops import LoopGuard
 from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatch, MicroBatcher, MicroBatches
-from lightning_padmin.model_proxy import chunked, transformers_models
+from lightning_padmin.model_proxy import Forwards, chunked, transformers_models
 from lightning_padmin.pack_check import PackCheck
 from lightning_padmin.packing import PackGate, gate_of, needs_rows
 from lightning_padmin.schema import Field
@@ -168,6 +168,7 @@ class PadMinCallback(pl.Callback):
         self._gate: PackGate | None = None
         self._trainer: pl.Trainer | None = None
         self._hooks: HookWatch | None = None
+        self._forwards: Forwards = {}  # joint mode: what stands in for models, for the time of a fit
         self._running: MemoryGuard | None = None  # around the passes of the batch that runs
         self._announced: Announcement | None = None
         self._log_every: int | None = None  # steps, of rank 0
@@ -210,7 +211,10 @@ class PadMinCallback(pl.Callback):
         # What the loss is reduced to is nobody's concern where the loss sees whole batches.
         config = replace(self.config, loss_reduction="row-mean", normalize="rank") if joint else self.config
         self._batcher = self._make_batcher(config, pl_module)
-        self._check = FirstBatchCheck(trainer, config, self._exchange, models, corrects=corrects, gate=self._gate)
+        self._forwards = {}
+        self._check = FirstBatchCheck(
+            trainer, config, self._exchange, models, corrects=corrects, gate=self._gate, kept=self._forwards
+        )
         if self._gate is not None and not joint:
             self._pack_check = PackCheck(self._gate, self._exchange, tell)
         if self._checked is not None and self._checked() is pl_module:
@@ -391,6 +395,7 @@ class PadMinCallback(pl.Callback):
             "_gate": None,
             "_pack_check": None,
             "_hooks": None,
+            "_forwards": {},
             "_running": None,
             "_announced": None,
             "_loops": LoopGuard(),
@@ -408,8 +413,8 @@ class PadMinCallback(pl.Callback):
         self._loops.discard()
         self._since_log = PaddingStats()
         self._restore = self._batcher = self._check = self._trainer = self._gate = self._pack_check = None
-        self._hooks = None
-        self._running = None
+        self._hooks = self._running = None
+        self._forwards = {}
 
     def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:
         assert self._batcher is not None
@@ -478,7 +483,7 @@ class PadMinCallback(pl.Callback):
     def _chunked(self, models: dict[str, nn.Module]) -> Iterator[None]:
         assert self._trainer is not None
         exchange = self._exchange if lightning_loop.has_collective_forwards(self._trainer) else None
-        with chunked(models, self.config, exchange, self._gate) as calls:
+        with chunked(models, self.config, exchange, self._gate, self._forwards) as calls:
             yield
         if not calls:
             self._tell_once(

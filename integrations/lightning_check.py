@@ -19,7 +19,7 @@ from lightning_padmin.fields import Schema
 from lightning_padmin.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.integrations.lightning_loop import has_collective_forwards, is_sharded, quiet_training_step
 from lightning_padmin.microbatch import MicroBatcher
-from lightning_padmin.model_proxy import chunked, transformers_models
+from lightning_padmin.model_proxy import Forwards, chunked, transformers_models
 from lightning_padmin.pack_check import PackCheck
 from lightning_padmin.pack_layout import PackStyle
 from lightning_padmin.packing import PackGate
@@ -61,9 +61,10 @@ class FirstBatchCheck:
         *,
         corrects: bool = False,
         gate: PackGate | None = None,
+        kept: Forwards | None = None,
     ) -> None:
         self._trainer, self._config, self._exchange = trainer, config, exchange
-        self._models, self._corrects, self._gate = models, corrects, gate
+        self._models, self._corrects, self._gate, self._kept = models, corrects, gate, kept
         self._told, self._batches, self._without_gradient, self._first_batches = False, 0, 0, 0
         self._said: set[str] = set()
         self.is_due = self.first_is_open = config.check == "first-batch"
@@ -133,10 +134,11 @@ class FirstBatchCheck:
             )
 
     def _chunked(self) -> AbstractContextManager[Any]:
-        return chunked(self._models, self._config, self._chunk_exchange, self._gate)
+        return chunked(self._models, self._config, self._chunk_exchange, self._gate, self._kept)
 
     def _alone(self) -> AbstractContextManager[Any]:
-        return chunked(self._models, replace(self._config, max_rows=1), self._chunk_exchange)
+        # Without a budget of its own: that a row is over it is no news here.
+        return chunked(self._models, replace(self._config, max_rows=1, token_budget=None), self._chunk_exchange)
 
     @property
     def _chunk_exchange(self) -> Exchange | None:

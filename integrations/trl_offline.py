@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_padmin.guards import ArchitectureError, inspect_model, with_scan_
 from lightning_padmin.integrations import trl_stock
 from lightning_padmin.integrations.trl_refusals import refuse_what_needs_many_batches
 from lightning_padmin.isolation import DATA_OF_TRAINERS, ModuleState, without_dropout
-from lightning_padmin.model_proxy import chunked
+from lightning_padmin.model_proxy import Calls, Forwards, chunked
 from lightning_padmin.noise import refuse_noise_of
 from lightning_padmin.sketch import OnlyBackwardError, Sketches, difference, scales, sizes, sketched_gradients
 from lightning_padmin.stats import PaddingStats
@@ -70,6 +70,7 @@ class OfflineEngine:
         config = replace(config, loss_reduction="row-mean", normalize="rank", layout="pad")
         self._config = with_scan_chunk(config, trainer.model)
         self.stats, self._since_log = PaddingStats(), PaddingStats()
+        self._forwards: Forwards = {}
         self._checked = config.check == "off" or self._is_sharded
         self._sharded_check_is_due = config.check != "off" and self._is_sharded
         stock = trl_stock.stock_class(type(trainer))
@@ -89,13 +90,17 @@ class OfflineEngine:
             if not self._checked:
                 self._checked = True
                 self._check(inputs, *args, **options)
-            with self._hooks.around(0, 2), chunked(inside, self._config, self._exchange) as calls:
+            with self._hooks.around(0, 2), self._chunked(inside) as calls:
                 result = stock(model, inputs, *args, **options)
             stats = replace(calls.total, loss_tokens=trl_stock.loss_tokens(inputs))
             self.stats, self._since_log = self.stats + stats, self._since_log + stats
             return result
 
         return training_step
+
+    def _chunked(self, inside: dict[str, nn.Module]) -> AbstractContextManager[Calls]:
+        """In the check as in training, so that what is said once is."""
+        return chunked(inside, self._config, self._exchange, kept=self._forwards)
 
     def _check(self, inputs: Any, num_items_in_batch: Any = None) -> None:
         """Gradients of the first batch with and without chunks, before it is trained on; raises on all ranks.
@@ -114,7 +119,7 @@ class OfflineEngine:
         module.train()
         sketches: list[Sketches] = []
         half = bool({p.dtype for p in module.parameters()} & {torch.float16, torch.bfloat16})
-        ways: list[Callable[[], Any]] = [nullcontext, lambda: chunked(backbones(trainer), self._config)]
+        ways: list[Callable[[], Any]] = [nullcontext, lambda: self._chunked(backbones(trainer))]
         try:
             while len(sketches) < len(ways):
                 within, no_hooks = ways[len(sketches)](), without_user_hooks(module)
@@ -162,7 +167,7 @@ class OfflineEngine:
         half = bool({p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16})
         sketches = []
         try:
-            for within in (nullcontext(), chunked(backbones(trainer), self._config, self._exchange)):
+            for within in (nullcontext(), self._chunked(backbones(trainer))):
                 no_hooks = without_user_hooks(model)
                 with trl_stock.without_trace(trainer), no_hooks, without_dropout(model) as watch, within:
                     with torch.enable_grad(), trainer.compute_loss_context_manager():

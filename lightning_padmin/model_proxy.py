@@ -39,6 +39,7 @@ def chunked(
     config: PadMinConfig,
     exchange: Exchange | None = None,
     gate: PackGate | None = None,
+    kept: Forwards | None = None,
 ) -> Iterator[Calls]:
     """While the context is open, calls of these models are those of a `PaddedForward` in joint mode.
 
@@ -47,6 +48,8 @@ def chunked(
         config: the options.
         exchange: the collective, where every rank must run the same number of chunks.
         gate: decides whether rows are packed.
+        kept: filled with what stands in for each model, and used again where it is there already; so that what is said
+            once, and what is remembered of earlier calls, holds for a whole training. Only for equal options.
 
     Yields:
         The `PaddingStats` of each call.
@@ -54,8 +57,13 @@ def chunked(
     calls = Calls()
     with ExitStack() as stack:
         for model in models.values():
-            stack.enter_context(_Proxy(model, config, exchange, gate, calls.append).installed())
+            proxy = _Proxy(model, config, exchange, gate, calls.append, {} if kept is None else kept)
+            stack.enter_context(proxy.installed())
         yield calls
+
+
+Forwards = dict[tuple[int, str], PaddedForward]
+"""What stands in for models, by the model's identity and the name of its mask."""
 
 
 class Calls(list[PaddingStats]):
@@ -80,8 +88,9 @@ class _Proxy:
         exchange: Exchange | None,
         gate: PackGate | None,
         on_call: Callable[[PaddingStats], None],
+        kept: Forwards,
     ) -> None:
-        self._gate = gate
+        self._gate, self._kept = gate, kept
         self._model, self._original, self._on_call = model, model.forward, on_call
         # Without a gate it is decided that rows are padded; a call must not make one of its own.
         layout = "pad" if gate is None else config.layout
@@ -117,13 +126,20 @@ class _Proxy:
             return self._original(**inputs)
         if inputs.get(_LABELS) is None:  # backbones are passed on what only the head reads
             inputs.pop("num_items_in_batch", None)
-        config = replace(self._config, mask_key=own_name)
-        padded = PaddedForward(self._model, config, exchange=self._exchange, gate=self._gate)
+        padded = self._padded(own_name)
         self._inside = True
         try:
             outputs = padded(**inputs)
+            assert padded.micro_batches is not None
+            self._on_call(padded.micro_batches.stats)
         finally:
             self._inside = False
-        assert padded.micro_batches is not None
-        self._on_call(padded.micro_batches.stats)
+            padded.micro_batches = None  # the batch is not to live until the next call
         return outputs
+
+    def _padded(self, mask: str) -> PaddedForward:
+        key = id(self._model), mask
+        if key not in self._kept:
+            config = replace(self._config, mask_key=mask)
+            self._kept[key] = PaddedForward(self._model, config, exchange=self._exchange, gate=self._gate)
+        return self._kept[key]

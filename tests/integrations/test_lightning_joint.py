@@ -14,6 +14,7 @@ from support import BUDGET, LENGTHS, Module, fit, make_batch, padmin, ragged_bat
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, MixtralConfig, MixtralForCausalLM
 
+from lightning_padmin import PaddedForward, model_proxy
 from lightning_padmin.errors import GradientCheckError, PadMinWarning
 
 SIZES = {
@@ -308,3 +309,23 @@ def test_hooks_on_gradients_fire_once_per_batch(reentrant: bool | None) -> None:
 def test_hooks_that_re_entrant_checkpoints_fire_for_each_chunk() -> None:
     with pytest.raises(MisconfigurationException, match=r"has a hook.*use_reentrant=False"):
         fit(Clamps(reentrant=True), ragged_batches(1), padmin(mode="joint"))
+
+
+def test_one_stand_in_per_model_and_fit_says_things_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[PaddedForward] = []
+    original = model_proxy.PaddedForward
+
+    def make(*args: Any, **options: Any) -> PaddedForward:
+        made.append(original(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(model_proxy, "PaddedForward", make)
+    batches = ragged_batches(4)
+    with pytest.warns(PadMinWarning, match="exceed token_budget=10") as told:
+        fit(Coupled(in_batch_negatives), batches, padmin(mode="joint", token_budget=10))
+    assert sum("exceed" in str(each.message) for each in told) == 1
+    assert len(made) == 1
+    assert made[0].micro_batches is None  # no batch lives on in it
+    with pytest.warns(PadMinWarning, match="exceed"):
+        fit(Coupled(in_batch_negatives), batches, padmin(mode="joint", token_budget=10, check="off"))
+    assert len(made) == 2
