@@ -233,6 +233,7 @@ class PadMinCallback(pl.Callback):
                     self._logged,
                     self._guard,
                     self._around_hooks,
+                    self._look_late,
                 )
             ),
         )
@@ -291,7 +292,8 @@ class PadMinCallback(pl.Callback):
             self._progress(micro.index, micro.count)
             with ExitStack() as stack:
                 stack.enter_context(self._around_hooks(micro.index, micro.count))
-                stack.enter_context(lightning_loop.after_backward_once(trainer, micro.is_last))
+                look = partial(self._look_late, micro.index, micro.count)
+                stack.enter_context(lightning_loop.around_backward(trainer, micro.is_last, look))
                 stack.enter_context(lightning_loop.synchronised(trainer, micro.is_last))
                 yield
 
@@ -362,6 +364,7 @@ class PadMinCallback(pl.Callback):
             self._running.give_up()
         if self._restore is not None:
             explain(exception)
+        self._announced = None
         self._remove()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -467,6 +470,11 @@ class PadMinCallback(pl.Callback):
     def _around_hooks(self, index: int, count: int) -> AbstractContextManager[None]:
         assert self._hooks is not None
         return self._hooks.around(index, count)
+
+    def _look_late(self, index: int, count: int) -> None:
+        assert self._hooks is not None
+        assert self._trainer is not None
+        self._hooks.look_late(self._trainer.lightning_module, index, count)
 
     def _count(self, stats: PaddingStats) -> None:
         self.stats = self.stats + stats

@@ -91,10 +91,11 @@ class SplitOptimization(_AutomaticOptimization):
         logged: filled with the names that training_step has logged.
         guard: what stands around the passes of a batch, for errors that all ranks should hear of.
         hooks: what stands around the passes of a micro-batch, told its index and count, for hooks on gradients.
+        look: called before each backward pass, told the same, for hooks that the step has put on parameters.
     """
 
     # So that the shared __dict__ stays the stock loop's own.
-    __slots__ = ("_guard", "_hooks", "_log_reduce", "_logged", "_prepare", "_progress", "loss_names")
+    __slots__ = ("_guard", "_hooks", "_log_reduce", "_logged", "_look", "_prepare", "_progress", "loss_names")
 
     def __init__(
         self,
@@ -105,10 +106,11 @@ class SplitOptimization(_AutomaticOptimization):
         logged: set[str],
         guard: Callable[[MicroBatches], MemoryGuard],
         hooks: Around,
+        look: Progress,
     ) -> None:
         object.__setattr__(self, "__dict__", stock.__dict__)
         self._prepare, self._progress, self._log_reduce, self._logged = prepare, progress, log_reduce, logged
-        self._guard, self._hooks, self.loss_names = guard, hooks, LossNames()
+        self._guard, self._hooks, self._look, self.loss_names = guard, hooks, look, LossNames()
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         micro_batches = self._prepare(kwargs)
@@ -218,7 +220,9 @@ class _SplitClosure(Closure):
             micro = self._micro_batches[k]
             stack.enter_context(loop._hooks(k, len(self._micro_batches)))
             stack.enter_context(synchronised(trainer, micro.is_last))
-            stack.enter_context(after_backward_once(trainer, micro.is_last))
+            stack.enter_context(
+                around_backward(trainer, micro.is_last, lambda: loop._look(k, len(self._micro_batches)))
+            )
             if micro.is_dummy:
                 stack.enter_context(MetricGuard(trainer.lightning_module))
             reduces_in_hooks = is_sharded(trainer) or find_engine(trainer.strategy) is not None
@@ -332,22 +336,28 @@ def synchronised(trainer: Trainer, is_last: bool) -> AbstractContextManager[Any]
 
 
 @contextmanager
-def after_backward_once(trainer: Trainer, is_last: bool) -> Iterator[None]:
-    """`on_after_backward` is for whole gradients: inside, it fires for the last micro-batch of a batch only."""
-    if is_last:
-        yield
-        return
-    plugin, stock = trainer.precision_plugin, Precision.post_backward
+def around_backward(trainer: Trainer, is_last: bool, look: Callable[[], None]) -> Iterator[None]:
+    """`on_after_backward` is for whole gradients: inside, it fires for the last micro-batch of a batch only.
+
+    `look` is called just before the backward pass, when the step and `on_before_backward` have done what they do.
+    """
+    plugin, before, after = trainer.precision_plugin, Precision.pre_backward, Precision.post_backward
 
     # Of the class, since plugins that add something of their own call it by `super()`.
-    def post_backward(self: Precision, tensor: Tensor, module: LightningModule) -> Tensor:
-        return tensor.detach() if self is plugin else stock(self, tensor, module)
+    def pre_backward(self: Precision, tensor: Tensor, module: LightningModule) -> Tensor:
+        found: Tensor = before(self, tensor, module)
+        if self is plugin:
+            look()
+        return found
 
-    Precision.post_backward = post_backward
+    def post_backward(self: Precision, tensor: Tensor, module: LightningModule) -> Tensor:
+        return tensor.detach() if self is plugin and not is_last else after(self, tensor, module)
+
+    Precision.pre_backward, Precision.post_backward = pre_backward, post_backward
     try:
         yield
     finally:
-        Precision.post_backward = stock
+        Precision.pre_backward, Precision.post_backward = before, after
 
 
 def install(trainer: Trainer, make: Callable[[_AutomaticOptimization], _AutomaticOptimization]) -> Callable[[], None]:

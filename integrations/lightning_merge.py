@@ -56,9 +56,9 @@ class LogRecorder:
     Each call of `self.log` in `training_step` is kept, and replayed once at the end with the merged value, so that
     Lightning sees one call per batch as without splitting: `reduce_fx` mean -> the mean over micro-batches weighted
     as the loss is (`log_reduce` names other ways), sum -> sum, max and min likewise, an explicit `batch_size` -> sum. A
-    value that equals the loss is merged as the loss under every `reduce_fx`, which then runs over batches. Values
-    logged by other hooks, which may fire once per micro-batch, and torchmetrics objects, which accumulate by
-    themselves, are replayed as they were last.
+    value that equals the loss is merged as the loss under every `reduce_fx`, which then runs over batches. Parts of the
+    loss that `on_before_backward` logs add up. Other values of other hooks, and torchmetrics objects, which accumulate
+    by themselves, are replayed as they were last.
     """
 
     def __init__(
@@ -113,6 +113,8 @@ class LogRecorder:
                 sizes = [call.get("batch_size") for _, _, call in entries]
                 if all(size is not None for size in sizes):
                     arguments = {**arguments, "batch_size": sum(sizes)}
+            elif fx.split(".")[0] == "on_before_backward":
+                value = self._loss.total({index: v for index, v, _ in entries}, value)
             log(fx, name, value, **arguments)
 
     def _merge(self, name: str, entries: Sequence[tuple[int, Any, dict[str, Any]]]) -> Tensor:
@@ -185,6 +187,18 @@ class LossMerge:
         losses = [self._losses.get(k) for k in values]
         divisors = sorted({self._accumulate, 1}, reverse=True)
         return any(same_losses(list(values.values()), losses, by) for by in divisors)
+
+    def total(self, values: Mapping[int, Any], last: Any) -> Any:
+        """The sum of values that are the parts of the loss which are sent backward; `last` where they are not."""
+        real = range(len(self._micro_batches.plan))
+        if set(values) != set(real) or not all(k in self._losses for k in real):
+            return last
+        parts = [self._losses[k] * float(self._micro_batches.weights[k]) for k in real]
+        if not same_losses(list(values.values()), [parts[k] for k in values]):
+            return last
+        numbers = [_number(value) for value in values.values()]
+        total = _weighted_sum(torch.stack([_wide(number) for number in numbers]), np.ones(len(numbers)))
+        return total.to(numbers[0].dtype) if isinstance(last, Tensor) else total.item()
 
     def has_several_rows(self, micro: Iterable[int]) -> bool:
         """Whether one of these has rows with loss of which a maximum or sum would not be the loss."""

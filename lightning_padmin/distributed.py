@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -29,7 +30,7 @@ from lightning_padmin.peers import PeerWatch
 Exchange: TypeAlias = Callable[[Sequence[int]], NDArray[np.int64]]
 """Takes this rank's integers, returns those of all ranks: (world, n), row r from rank r."""
 
-_ends, _boards = itertools.count(), itertools.count()
+_ends, _boards, _rings = itertools.count(), itertools.count(), itertools.count()
 
 
 def exchange_alone(values: Sequence[int]) -> NDArray[np.int64]:
@@ -125,12 +126,17 @@ class _StoreBoard:
     """In the key-value store of the process group."""
 
     def __init__(self) -> None:
-        self._store = dist.distributed_c10d._get_default_store()
+        store = dist.distributed_c10d._get_default_store()
+        self._weak = weakref.ref(store)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._name, self._round = f"padmin/board{next(_boards)}", 0  # the same on every rank
         # As long as a collective would wait.
-        self._patience: timedelta = getattr(self._store, "timeout", timedelta(minutes=30))
+        self._patience: timedelta = getattr(store, "timeout", timedelta(minutes=30))
         self._peers = peer_watch()
+
+    @property
+    def _store(self) -> Any:
+        return _alive(self._weak)
 
     def _keys(self, what: str) -> list[str]:
         return [f"{self._name}/{self._round}/{what}/{rank}" for rank in range(self._world)]
@@ -191,28 +197,38 @@ def group_store() -> tuple[Any, int, int]:
 
 
 _LAST_WORDS = 1.0  # seconds to wait for why others have ended, once it is clear that some have
-_watch: tuple[Any, PeerWatch] | None = None
+# A store that is held lives on when its process group is destroyed, and takes those for its own that meet at the same
+# port later. So nothing here holds one.
+_watch: tuple[weakref.ref[Any], PeerWatch] | None = None
+
+
+def _alive(store: weakref.ref[Any]) -> Any:
+    found = store()
+    if found is None:
+        raise RuntimeError("the process group has been destroyed")
+    return found
 
 
 def peer_watch() -> PeerWatch:
     """This process's place on the ring of ranks (see `peers`), joined at the first call; to be called on every rank."""
     global _watch
     store = dist.distributed_c10d._get_default_store()
-    if _watch is None or _watch[0] is not store:
+    if _watch is None or _watch[0]() is not store:
         if _watch is not None:
             _watch[1].close()
-        prefix = "padmin/peers"
+        # The same on every rank. A store may outlive its process group, and what was written there with it.
+        prefix, weak = f"padmin/peers{next(_rings)}", weakref.ref(store)
 
         def look_up(key: str) -> str | None:
-            name = f"{prefix}/{key}"
-            return store.get(name).decode() if store.check([name]) else None
+            name, now = f"{prefix}/{key}", _alive(weak)
+            return now.get(name).decode() if now.check([name]) else None
 
         def publish(key: str, value: str) -> None:
-            store.set(f"{prefix}/{key}", value)
+            _alive(weak).set(f"{prefix}/{key}", value)
 
         _tell_of_uncaught_errors()
         towards = os.environ.get("MASTER_ADDR")
-        _watch = store, PeerWatch(dist.get_rank(), dist.get_world_size(), publish, look_up, towards)
+        _watch = weak, PeerWatch(dist.get_rank(), dist.get_world_size(), publish, look_up, towards)
     return _watch[1]
 
 

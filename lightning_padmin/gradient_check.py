@@ -36,7 +36,6 @@ from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.fields import AXES, Field, Schema
 from lightning_padmin.gradient_passes import LocalPasses, LossFunction, Passes, ShardedPasses
 from lightning_padmin.guards import has_experts
-from lightning_padmin.layout import pad_layout
 from lightning_padmin.pack_layout import PackStyle
 from lightning_padmin.probe import (
     Probe,
@@ -231,6 +230,7 @@ class _Check:
         self._config, self._module, self._probe, self._limit = config, module, probe, limit
         self._exchange, self._is_joint = exchange, is_joint
         self.is_packed = self.subtracts_lost = self._tells_first = False
+        self._is_bent = False  # whether it makes a difference that weights go backward with the loss
         self.alone: Callable[[], AbstractContextManager[Any]] | None = None
         self.advice = Advice()
         self._alternatives: list[tuple[str, Field]] = []
@@ -252,11 +252,21 @@ class _Check:
         differs = not value <= self._limit
         if not 0 < size < np.inf:
             judged, differs = replace(judged, status=Status.NO_GRADIENT), False
+        if not self._is_joint and isinstance(passes, LocalPasses) and self._any(differs):
+            # Weights that go backward with the loss: steps may bend gradients of hidden states on the way.
+            weighed = self._together(lambda: passes.weighted(weights))
+            value, parameter = passes.difference(weighed, came, self._limit)
+            if differs:
+                found, judged = weighed, _Verdict(Status.EXACT, 0, value, parameter)
+            self._is_bent = self._any(differs and value <= self._limit)
+            differs = differs and not value <= self._limit
         # A training step may hold collectives of its own, so all ranks run a further pass if one needs it.
         if self._any(differs):
             whole = self._together(passes.whole) if self._any(not self._same_layout) else came
             judged = self._together(lambda: self._judge(found, whole, judged) if differs else judged)
+            judged = self._of_declarations(judged, whole)
             judged = self._explained(judged, found, whole)
+        judged = self._of_single_rows(judged, found)
         judged = self._without_padding(judged)
         self._tell_first(judged, found)
         if self.subtracts_lost and self._tells_first and judged.status is Status.EXACT and self._table.shift:
@@ -282,11 +292,7 @@ class _Check:
         if not self._any(judged.status is Status.ROLLED):
             return judged
         if not self._is_joint:
-            rows = [pad_layout(self._table, [row], 1) for row in self._probe.rows]
-            weights = group_weights(
-                self._table, [np.array([row]) for row in self._probe.rows], self._config.loss_reduction
-            )
-            alone, wanted = self._together(lambda: self._passes.of(rows, weights)), whole
+            alone, wanted = self._together(self._rows_alone), whole
         elif self.alone is not None:
             alone, wanted = self._together(self._rows_in_chunks), found
         else:
@@ -294,8 +300,57 @@ class _Check:
         self._knows_rows = True
         value, where = self._passes.difference(wanted, alone, self._limit)
         if judged.status is Status.ROLLED and not value <= self._limit:
-            return replace(judged, status=Status.PADDING, difference=value, parameter=where)
+            # Where a row with padding behind it is another one, `_without_padding` says so.
+            status = Status.PADDING if self._is_joint else Status.COUPLED
+            return replace(judged, status=status, difference=value, parameter=where)
         return judged
+
+    def _rows_alone(self) -> Sketches:
+        rows = [one_row(self._schema, self._table, int(row), self._config, wide=False) for row in self._probe.rows]
+        weights = group_weights(self._table, [np.array([row]) for row in self._probe.rows], self._config.loss_reduction)
+        return self._passes.of(rows, weights)
+
+    def _of_declarations(self, judged: _Verdict, whole: Sketches) -> _Verdict:
+        """Declarations that fit each row alone, as they fit the groups; where none does, rows are coupled."""
+        asked = judged.status is Status.DECLARATION
+        if not isinstance(self._passes, LocalPasses) or not self._any(asked):
+            return judged
+        groups = [np.array([row]) for row in self._probe.rows]
+        try:
+            alone = [
+                self._passes.of([one_row(self._schema, self._table, int(r), self._config, False)]) for (r,) in groups
+            ]
+        except Exception:  # what cannot run on one row may run on two
+            return judged
+        if not asked or self._passes.drew or not all(self._passes.largest(each) < np.inf for each in alone):
+            return judged
+        fitting = 0
+        for index, changes in enumerate(declarations(self._config, self._schema)):
+            weights = self._weights_if(changes, groups)[0] if judged.matching >> index & 1 else None
+            if weights and self._passes.difference(combine(alone, weights), whole, self._limit)[0] <= self._limit:
+                fitting |= 1 << index
+        return replace(judged, matching=fitting) if fitting else replace(judged, status=Status.COUPLED)
+
+    def _of_single_rows(self, judged: _Verdict, found: Sketches) -> _Verdict:
+        """Whether rows alone make up what groups of them do.
+
+        A loss that leaves a part of the batch out (its largest losses, say) may by chance take as many from each group.
+        """
+        asked = not self._is_joint and not self.is_packed and isinstance(self._passes, LocalPasses)
+        several = any(len(group) > 1 for group in self._probe.groups)
+        if not (asked and self._any(several and judged.status is Status.EXACT)):
+            return judged
+        try:
+            alone = self._rows_alone()
+        except Exception:  # what cannot run on one row may run on two
+            alone = None
+        if judged.status is not Status.EXACT or alone is None or self._passes.drew:
+            return judged
+        value, where = self._passes.difference(alone, found, self._limit)
+        if not np.isfinite(value) or value <= self._limit:
+            return judged
+        flips = self._limit >= _HALF_LIMIT and value <= _MOST_FLIPPED and has_experts(self._module)
+        return replace(judged, status=Status.ROUTING if flips else Status.COUPLED, difference=value, parameter=where)
 
     def _rows_in_chunks(self) -> Sketches:
         assert self.alone is not None
@@ -324,6 +379,9 @@ class _Check:
             found = self._attempt(replace(self._schema, fields=fields))
             if self._apart(found, came)[0] <= self._limit and not (matching and len(chosen) > 1):
                 matching |= sum(1 << k for k in chosen)
+            same = self._apart(found, came if plain is None else plain)[0] <= self._limit and plain is not None
+            if len(chosen) == len(alternatives) and not self._any(not same):
+                self._alternatives = []  # nothing that is trained reads them
         if moves and (matching or not np.isfinite(value)):
             return _Verdict(Status.COLUMNS, matching, value, where)
         return None
@@ -434,7 +492,9 @@ class _Check:
         table = measured(self._batch, self._schema, self._config, {"label_shift": int(self._table.shift == 0)})
         if table.weight[self._probe.rows].sum() > 0:
             weights = group_weights(table, self._probe.groups, "token-mean")
-        other = self._together(lambda: self._passes.split(weights))
+        passes = self._passes
+        split = passes.weighted if self._is_bent and isinstance(passes, LocalPasses) else passes.split
+        other = self._together(lambda: split(weights))
         apart = self._passes.difference(other, found, self._limit)[0]
         self._tells_first = fine and has_any and not apart <= self._limit
 
@@ -460,7 +520,11 @@ class _Check:
             error.add_note(
                 f"Raised by the first-batch check, which runs the training step on {len(self._probe.rows)} rows of the "
                 "batch. "
-                + ("" if self._is_joint else "A step that cannot run on a part of a batch cannot be split. ")
+                + (
+                    ""
+                    if self._is_joint
+                    else f"A step that cannot run on a part of a batch cannot be split. {self.advice.coupled}. "
+                )
                 + "check='off' leaves the check out"
             )
         code = 0 if error is None else error.code if isinstance(error, PadMinError) else PadMinError.code
@@ -509,8 +573,11 @@ class _Check:
         # What is as close as rounding lets anything be cannot be told apart on these rows.
         return sum(1 << index for index, value in differences.items() if value <= max(2 * best, 0.02 * self._limit))
 
-    def _weights_if(self, changes: dict[str, Any]) -> tuple[list[float] | None, Floats]:
+    def _weights_if(
+        self, changes: dict[str, Any], groups: Sequence[NDArray[np.int64]] | None = None
+    ) -> tuple[list[float] | None, Floats]:
         """Weights of the groups, and of all rows, under another declaration; None where it does not fit the batch."""
+        groups = self._probe.groups if groups is None else groups
         nothing: Floats = np.empty(0)
         try:
             table = measured(self._batch, self._schema, self._config, changes)
@@ -520,7 +587,7 @@ class _Check:
         if reduction != "sum" and not table.weight[self._probe.rows].sum() > 0:
             return None, nothing
         shares = np.ones(len(table)) if reduction == "sum" else table.weight / table.weight.sum()
-        return group_weights(table, self._probe.groups, reduction), shares
+        return group_weights(table, groups, reduction), shares
 
     def _agree(self, judged: _Verdict) -> Outcome:
         names = [name for name, p in self._module.named_parameters() if p.requires_grad]

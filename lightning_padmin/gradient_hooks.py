@@ -90,6 +90,7 @@ class HookWatch:
         self._fix = fix
         self._keys: list[Any] | None = None  # of hooks as of the last look; torch gives no key twice
         self._guards: list[_Guard] = []
+        self._late: set[Any] = set()  # keys of hooks put there by earlier micro-batches of this batch
 
     def look(
         self,
@@ -116,17 +117,45 @@ class HookWatch:
             return
         guards = []
         for hook in found:  # none is a guard: these stand while micro-batches run only
-            reading = read_hook(hook.function, gradients=hook.gradients, is_parameter=hook.kind == _AFTER)
-            changes = reading.effect is Effect.CHANGES
-            if hook.parameter is None:
-                changes = reading.steps or (changes and reading.reduces)
-            if changes:
-                self._refuse(hook, reading.why or "writes into gradients or parameters")
-            if hook.parameter is not None and reading.effect is Effect.UNKNOWN:
+            if self._read(hook) is Effect.UNKNOWN and hook.parameter is not None:
                 guards.append(_Guard(hook, module, self._refuse))
         if parameters:
             self._refuse_steps_in_backward(module, wrapper)
         self._guards, self._keys = guards, keys
+
+    def look_late(self, module: nn.Module, index: int, count: int) -> None:
+        """Inspects hooks that the step itself has put on parameters and modules, just before its backward pass.
+
+        A step that does so once per batch does it once per micro-batch here: each hook must look only, or be linear
+        and be gone again when the next one is put there.
+
+        Args:
+            module: whose parameters are trained.
+            index: of the micro-batch.
+            count: of the batch.
+
+        Raises:
+            GradientHookError: parts would be changed otherwise than the whole. Gradients have been dropped then.
+        """
+        if count == 1:
+            return
+        known, before = set(self._keys or ()), self._late if index else set()
+        self._late = set()
+        for hook in _hooks(module, None):
+            if hook.key in known or isinstance(getattr(hook.function, "__self__", None), _Guard):
+                continue
+            try:
+                effect = self._read(hook)
+                if effect is Effect.OBSERVES:
+                    continue
+                if hook.key in before:
+                    self._refuse(hook, "stays there when the next micro-batch puts another one beside it")
+                if effect is Effect.UNKNOWN and hook.parameter is not None:
+                    self._refuse(hook, "is put there in each step, and does what its source does not tell")
+            except GradientHookError:
+                _drop(module)
+                raise
+            self._late.add(hook.key)
 
     @contextmanager
     def around(self, index: int, count: int) -> Iterator[None]:
@@ -151,6 +180,16 @@ class HookWatch:
         finally:
             for guard in self._guards:
                 guard.leave()
+
+    def _read(self, hook: _Hook) -> Effect:
+        """What a hook does; refuses it where parts are not as the whole."""
+        reading = read_hook(hook.function, gradients=hook.gradients, is_parameter=hook.kind == _AFTER)
+        changes = reading.effect is Effect.CHANGES
+        if hook.parameter is None:
+            changes = reading.steps or (changes and reading.reduces)
+        if changes:
+            self._refuse(hook, reading.why or "writes into gradients or parameters")
+        return reading.effect
 
     def _refuse(self, hook: _Hook, why: str) -> None:
         fix = self._fix if isinstance(self._fix, str) else self._fix()
@@ -293,9 +332,14 @@ class _Guard:
         self._fail("writes into parameters")
 
     def _fail(self, why: str) -> None:
-        for p in self._module.parameters():
-            p.grad = None  # of a part of a batch
+        _drop(self._module)
         self._refuse(self._hook, why)
+
+
+def _drop(module: nn.Module) -> None:
+    """Takes gradients of a part of a batch away."""
+    for p in module.parameters():
+        p.grad = None
 
 
 class _Factors:

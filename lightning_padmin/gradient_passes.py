@@ -135,7 +135,14 @@ class LocalPasses(Passes):
 
     def of(self, slots: Sequence[SlotMap], weights: Sequence[float] = (1.0,)) -> Sketches:
         """See `Passes.of`."""
-        return combine([self._run([each]) for each in slots], weights)
+        return combine([self._run([each], [w]) for each, w in zip(slots, weights, strict=True)], [1.0] * len(slots))
+
+    def weighted(self, weights: Sequence[float]) -> Sketches:
+        """As `split`, each group's loss times its weight before it is sent backward; takes passes of its own.
+
+        The same, but where the step bends gradients on the way (a clamp on those of hidden states).
+        """
+        return self.of(self._probe.parts, weights)
 
     def split(self, weights: Sequence[float]) -> Sketches:
         """See `Passes.split`; other weights need no other pass."""
@@ -154,10 +161,13 @@ class LocalPasses(Passes):
         return float(np.max(list(sizes(sketches).values()), initial=0.0))
 
     def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
-        (batch,) = batches
-        return sketched_gradients(
-            lambda: self._loss_fn(batch), self._module, by_backward=self._by_backward, again=False
-        )
+        (batch,), (weight,) = batches, weights
+
+        def loss() -> Tensor:
+            value = self._loss_fn(batch)
+            return value if weight == 1 else value * weight
+
+        return sketched_gradients(loss, self._module, by_backward=self._by_backward, again=False)
 
 
 class ShardedPasses(Passes):

@@ -55,14 +55,15 @@ class PeerWatch:
         self._received: dict[socket.socket, bytes] = {}
         self._wake_read, self._wake_write = socket.socketpair()
         address = _own_address(towards)
-        self._door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._door.bind((address, 0))
-        self._door.listen(8)
+        self._door = _listening(address)
         for each in (self._door, self._wake_read):
-            each.setblocking(False)
-            self._selector.register(each, selectors.EVENT_READ)
+            if each is not None:
+                each.setblocking(False)
+                self._selector.register(each, selectors.EVENT_READ)
         _open.add(self)
-        publish(_key(rank), json.dumps([_machine(), address, self._door.getsockname()[1]]))
+        # Without a door nobody listens to this rank, and nobody need wait for it.
+        where = None if self._door is None else [_machine(), address, self._door.getsockname()[1]]
+        publish(_key(rank), json.dumps(where))
         self._thread = threading.Thread(target=self._run, name="padmin-peers", daemon=True)
         self._thread.start()
 
@@ -93,6 +94,8 @@ class PeerWatch:
             self._wake_write.send(b"x")
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
+            if not self._thread.is_alive():
+                self._close_all()
 
     def _run(self) -> None:
         try:
@@ -101,9 +104,9 @@ class PeerWatch:
                 for key, _ in self._selector.select():
                     self._take(key.fileobj)  # type: ignore[arg-type]
         except Exception:  # whatever it is, training goes on as it would without
-            pass
-        finally:
-            self._close_all()
+            if not self._is_closed:
+                return  # connections stay open: closed ones would say that this process has ended
+        self._close_all()
 
     def _connect(self) -> None:
         """To the next rank, as soon as its address is known; meanwhile the rank before may connect."""
@@ -115,7 +118,10 @@ class PeerWatch:
                 self._take(key.fileobj)  # type: ignore[arg-type]
         else:
             return
-        machine, address, port = json.loads(text)
+        where = json.loads(text)
+        if where is None:
+            return  # it has no door
+        machine, address, port = where
         if address.startswith("127.") and machine != _machine():
             return  # another machine's loopback: nobody to be heard there
         try:
@@ -196,6 +202,20 @@ def _forget_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _listening(address: str) -> socket.socket | None:
+    """A socket that others can connect to; None where the system has none to give."""
+    with suppress(OSError):
+        door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            door.bind((address, 0))
+            door.listen(8)
+        except OSError:
+            door.close()
+            raise
+        return door
+    return None
 
 
 def _send(listener: socket.socket, rank: int, words: str, is_gone: bool) -> None:

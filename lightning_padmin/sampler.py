@@ -61,12 +61,14 @@ class _Place:
         world_size: number of ranks that share what these left.
         done: batches of each rank that have been asked for.
         has_begun: whether any has been asked for; until then the other attributes mean nothing.
+        is_over: whether the last one has been asked for; a loader that asks ahead may not have given it.
     """
 
     before: tuple[_Leg, ...] = ()
     world_size: int = 1
     done: int = 0
     has_begun: bool = False
+    is_over: bool = False
 
 
 class LengthBucketBatchSampler(Sampler[list[int]]):
@@ -178,7 +180,7 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         for batch in batches[place.done :]:
             place.done += 1
             yield list(batch)
-        place.before, place.done = (), 0
+        place.is_over = True
 
     def state_dict(self, done: int | None = None) -> dict[str, Any]:
         """Where the newest iterator is in its epoch, and all that its order depends on. The same on every rank.
@@ -194,6 +196,8 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         place = self._newest
         world = place.world_size if place is not None and place.has_begun else self._rank()[1]
         before, asked = (place.before, place.done) if place is not None and place.has_begun else self._continued(world)
+        if done is None and place is not None and place.is_over:
+            before, asked = (), 0  # the next iteration is of a whole epoch
         done = asked if done is None else done
         is_middle = bool(before) or done != 0
         count = len(self._order(before, world)) // world if is_middle else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -76,6 +78,38 @@ def test_odd_words_arrive_shortened_and_as_a_terminal_may_show_them(ranks: Ring)
     assert words.startswith('two\\nlines "quoted" \\x1b[31m é')
     assert words.isprintable()
     assert len(words) < 1_100
+
+
+def test_a_machine_without_free_ports_has_no_ring_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind(self: socket.socket, address: tuple[str, int]) -> None:
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    store: dict[str, str] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "bind", bind)
+        first = PeerWatch(0, 2, store.__setitem__, store.get, "127.0.0.1")
+    second = PeerWatch(1, 2, store.__setitem__, store.get, "127.0.0.1")
+    try:
+        until(lambda: first._successor is not None)
+        assert second.wait(0.1) == {}
+        second.say("ValueError: no such token")
+        assert first.wait(5.0) == {1: "ValueError: no such token"}
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_rank_whose_thread_has_failed_is_not_gone(ranks: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("whatever it is")
+
+    monkeypatch.setattr(ranks[2], "_take", fail)
+    ranks[2]._wake_write.send(b"x")
+    until(lambda: not ranks[2]._thread.is_alive())
+    assert ranks[1].wait(0.2) == {}
+    ranks[2].close()  # control
+    assert list(ranks[1].wait(5.0)) == [2]
 
 
 PARENT = """

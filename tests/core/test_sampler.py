@@ -172,6 +172,21 @@ def test_other_numbers_of_ranks_get_every_remaining_row_once(worlds: list[int], 
     assert all(slots(batch, LENGTHS) <= 256 for batches in rest for batch in batches)
 
 
+@pytest.mark.parametrize("worlds", [(2, 1, 1), (2, 1, 3), (3, 2, 2)])
+def test_a_loader_that_has_asked_for_the_end_of_what_others_left(worlds: tuple[int, int, int]) -> None:
+    """Workers ask ahead: the last batch has been asked for while some are still to be trained on."""
+    state, given = stopped_at(3, worlds[0])
+    goes_on = [sampler_of(worlds[1], rank) for rank in range(worlds[1])]
+    for each in goes_on:
+        each.load_state_dict(state)
+    asked = [list(each) for each in goes_on]
+    done = len(asked[0]) - 2
+    given += [row for batches in asked for batch in batches[:done] for row in batch]
+    rest = rest_of(goes_on[0].state_dict(done=done), worlds[2])
+    assert sorted(given + [row for batches in rest for batch in batches for row in batch]) == list(range(301))
+    assert goes_on[0].state_dict()["done"] == 0  # once it is over, the next iteration begins an epoch
+
+
 def test_a_place_alone_would_give_rows_twice() -> None:
     """Negative control: what another number of ranks makes of the same number of batches."""
     _, given = stopped_at(3, 2)

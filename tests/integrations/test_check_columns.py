@@ -199,6 +199,45 @@ def test_where_the_model_reads_padding_too_it_cannot_be_told_until_it_is_declare
     assert relative(ours.gradients[1], oracle.gradients[1]) <= 1e-12
 
 
+class LastToken(Module):
+    """Learns from each row's last tokens; the batch also says which sample of the data set a row is."""
+
+    reads: bool = False
+
+    def __init__(self) -> None:
+        super().__init__("row-mean")
+        self.model = Forward().double()
+        self.sources = nn.Embedding(64, support.VOCABULARY, dtype=torch.float64)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.model(batch["input_ids"])
+        if self.reads:
+            logits = logits + self.sources(batch["sample"])[:, None]
+        return support.reduce_loss(support.token_losses(logits, batch["labels"]), batch["labels"], "row-mean")
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_entries_that_nothing_reads_need_no_declaration(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, width = (8, 6, 7, 9, 5, 8), 12
+    batches = []
+    for k in range(2):
+        batch = support.make_batch(lengths, seed=k, left=[width - n for n in lengths])
+        batch["sample"] = torch.full((len(lengths), *shape), 9 + k)
+        batches.append(batch)
+    options = {"token_budget": 24, "loss_reduction": "row-mean"}
+    ours, alone = LastToken(), LastToken()
+    with pytest.warns(PadMinWarning, match="Rolled, each row is trained as it is without padding"):
+        fit(ours, batches, padmin(**options))
+    fit(alone, [support.make_batch(lengths, seed=k, width=width) for k in range(2)])
+    assert relative(ours.gradients[0], alone.gradients[0]) <= 1e-12
+    monkeypatch.setattr(LastToken, "reads", True)  # control: what is read cannot be told
+    if not shape:
+        with pytest.raises(GradientCheckError, match="cannot be told: they may be in 'sample'"):
+            fit(LastToken(), batches, padmin(**options))
+
+
 def over_mask(losses: Tensor, batch: dict[str, Any]) -> Tensor:
     mask = batch["attention_mask"].clone()
     mask[torch.arange(len(mask)), mask.argmax(1)] = 0

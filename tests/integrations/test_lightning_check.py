@@ -19,6 +19,7 @@ from support import LENGTHS, Module, fit, make_batch, padmin, ragged_batches, to
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_padmin import gradient_check
 from lightning_padmin.errors import GradientCheckError, PadMinWarning
 
 REDUCTIONS = ("token-mean", "row-mean", "sum")
@@ -161,6 +162,47 @@ def test_losses_that_couple_rows_are_refused(name: str, declared: str) -> None:
     fails(Step(COUPLED[name]), ragged_batches(1), f"{found}.*PaddedForward", loss_reduction=declared)
 
 
+def _hardest(rows: Tensor) -> Tensor:
+    return rows.topk(max(1, len(rows) // 2)).values.mean()
+
+
+def _above_median(rows: Tensor) -> Tensor:
+    return rows[rows >= rows.detach().quantile(0.5)].mean()
+
+
+def _weighed_by_loss(rows: Tensor) -> Tensor:
+    return (rows.detach().softmax(0) * rows).sum()
+
+
+@pytest.mark.parametrize("choose", [_hardest, _above_median, _weighed_by_loss])
+@pytest.mark.parametrize("seed", range(4))
+def test_losses_of_the_hardest_rows_are_refused_whatever_groups_they_are_in(
+    choose: Callable[[Tensor], Tensor], seed: int
+) -> None:
+    def loss(losses: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return choose(losses.sum(1) / (batch["labels"][:, 1:] != -100).sum(1))
+
+    fails(Step(loss), [make_batch(LENGTHS, seed=seed, prompt=2)], "couples rows|weighs rows", loss_reduction="row-mean")
+
+
+def test_control_of_the_hardest_rows_in_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of each of two groups is half of both, for some batches."""
+
+    def loss(losses: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return _hardest(losses.sum(1) / (batch["labels"][:, 1:] != -100).sum(1))
+
+    monkeypatch.setattr(gradient_check._Check, "_of_single_rows", lambda self, judged, found: judged)
+    differences = []
+    for seed in range(4):
+        batches = [make_batch(LENGTHS, seed=seed, prompt=2)]
+        try:
+            pair = support.fit_pair(lambda: Step(loss), batches, options={"loss_reduction": "row-mean"})
+        except GradientCheckError:
+            continue
+        differences.append(pair.gradient)
+    assert max(differences) > 0.05
+
+
 def test_a_model_that_reads_padding_is_refused() -> None:
     """A mean over all columns, padding included, depends on the width of the batch."""
 
@@ -197,9 +239,9 @@ def test_rows_of_one_length_do_not_tell_and_a_later_batch_does() -> None:
     with pytest.raises(GradientCheckError, match="set loss_reduction='row-mean'"):
         fit(module, [same, same, ragged], callback)
     assert len(module.gradients) == 2  # of the batches where both are the same
-    # Two times two micro-batches, and three passes for each of the two checks that ran (un-split and two halves); the
-    # one that refuses makes sure that un-split gradients repeat.
-    assert Counts.forwards == 4 + 3 + 4
+    # Two times two micro-batches, and for each of the two checks that ran three passes (un-split and two halves) and
+    # four rows alone; the one that refuses runs weighted halves, and makes sure that un-split gradients repeat.
+    assert Counts.forwards == 4 + (3 + 4) + (3 + 4 + 2 + 1)
 
 
 def test_batches_of_one_row_are_not_checked_and_not_in_the_way() -> None:
@@ -416,4 +458,4 @@ def test_a_module_is_checked_once_by_one_callback() -> None:
         calls[0] = 0
         fit(each, ragged_batches(1), callback)
         seen.append(calls[0])
-    assert seen == [3 + 5, 5, 3 + 5]
+    assert seen == [3 + 4 + 5, 5, 3 + 4 + 5]

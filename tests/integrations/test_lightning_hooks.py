@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_padmin import PaddedForward, PadMinConfig
 from lightning_padmin.errors import PadMinError
-from lightning_padmin.gradient_hooks import GradientHookError
+from lightning_padmin.gradient_hooks import GradientHookError, HookWatch
 from lightning_padmin.guards import ArchitectureError, inspect_model
 from lightning_padmin.integrations import lightning_loop
 from lightning_padmin.integrations.accelerate_toggle import PadMin
@@ -67,11 +67,11 @@ def test_whole_gradients_in_a_callback() -> None:
 
 
 def test_control_in_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def every(trainer: pl.Trainer, is_last: bool) -> Any:
-        return stock(trainer, True)
+    def every(trainer: pl.Trainer, is_last: bool, look: Any) -> Any:
+        return stock(trainer, True, look)
 
-    stock = lightning_loop.after_backward_once
-    monkeypatch.setattr(lightning_loop, "after_backward_once", every)
+    stock = lightning_loop.around_backward
+    monkeypatch.setattr(lightning_loop, "around_backward", every)
     for make in (Normalised, Penalised):
         assert fit_pair(make, ragged_batches(2)).gradient > 0.05
 
@@ -100,6 +100,135 @@ def test_whole_gradients_with_manual_optimization() -> None:
     for found, wanted in zip(split.gradients, stock.gradients, strict=True):
         assert support.relative(found, wanted) <= 1e-12
     assert Precision.post_backward.__module__.startswith("lightning")
+
+
+# Hooks that the step itself puts on parameters, and on hidden states
+
+
+def masks(gradient: Tensor) -> Tensor:
+    return gradient * 0.1
+
+
+def clamps(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-1e-3, 1e-3)
+
+
+def looks(gradient: Tensor) -> None:
+    gradient.norm()
+
+
+class PutsBefore(Module):
+    """Puts hooks there in on_before_backward, and takes them away in on_after_backward."""
+
+    hook: Any = staticmethod(masks)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.handles = [p.register_hook(self.hook) for p in self.model.head.parameters()]
+
+    def on_after_backward(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class PutsInStep(PutsBefore):
+    """Hooks in training_step, each of which goes when it has run."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.model.head.weight
+        if batch_idx:  # the check has looked at the batch before
+
+            def once(gradient: Tensor) -> Any:
+                handle.remove()
+                return self.hook(gradient)
+
+            handle = weight.register_hook(once)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.handles: list[Any] = []
+
+
+class PutsOnModule(PutsBefore):
+    """A hook of a module, once per step."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        handle = self.model.head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.1,))
+        loss = super().training_step(batch, batch_idx)
+        self.handles = [handle]
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "hook", "words"),
+    [
+        (PutsBefore, masks, "stays there when"),
+        (PutsBefore, clamps, "not linear"),
+        (PutsInStep, clamps, "not linear"),
+        (PutsOnModule, masks, "stays there when"),
+    ],
+)
+def test_hooks_put_there_in_each_micro_batch(
+    make: type[Module], hook: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make, "hook", staticmethod(hook))
+    module = make()
+    with pytest.raises(GradientHookError, match=words):
+        fit(module, ragged_batches(2), padmin())
+    assert all(p.grad is None for p in module.parameters())
+    assert Precision.pre_backward.__module__.startswith("lightning")
+    with monkeypatch.context() as patch:
+        patch.setattr(HookWatch, "look_late", lambda *_: None)
+        patch.setattr(HookWatch, "look", lambda *_, **__: None)
+        assert fit_pair(make, ragged_batches(2)).gradient > 0.05
+
+
+@pytest.mark.parametrize("make", [PutsBefore, PutsInStep])
+def test_hooks_put_there_in_each_micro_batch_that_only_look(
+    make: type[Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make, "hook", staticmethod(looks))
+    assert fit_pair(make, ragged_batches(2)).gradient <= 1e-12
+
+
+class BendsStates(Module):
+    """Bends the gradient of each hidden state, which is the same in a micro-batch as in the batch."""
+
+    hook: Any = staticmethod(clamps)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        states = self.model.rnn(self.model.embedding(batch["input_ids"]))[0]
+        if states.requires_grad:
+            states.register_hook(self.hook)
+        losses = support.token_losses(self.model.head(states), batch["labels"])
+        return support.reduce_loss(losses, batch["labels"], self.how)
+
+
+def by_token(gradient: Tensor) -> Tensor:
+    return gradient / (gradient.norm(dim=-1, keepdim=True) + 1e-3)
+
+
+def by_batch(gradient: Tensor) -> Tensor:
+    return gradient / gradient.norm()
+
+
+@pytest.mark.parametrize("hook", [clamps, by_token, torch.sign])
+@pytest.mark.parametrize("how", ["token-mean", "row-mean"])
+def test_gradients_of_hidden_states_bent_one_by_one(hook: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BendsStates, "hook", staticmethod(hook))
+    assert fit_pair(partial(BendsStates, how), ragged_batches(2), options={"loss_reduction": how}).gradient <= 1e-9
+
+
+@pytest.mark.parametrize("hook", [by_batch])
+def test_gradients_of_hidden_states_bent_together(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BendsStates, "hook", staticmethod(hook))
+    with pytest.raises(PadMinError, match="couples rows"):
+        fit(BendsStates(), ragged_batches(1), padmin())
+    monkeypatch.setattr(BendsStates, "hook", staticmethod(clamps))
+    with pytest.raises(PadMinError, match="differ from the un-split"):
+        fit(BendsStates("row-mean"), ragged_batches(1), padmin())
 
 
 # Hooks on parameters, in each adapter

@@ -215,6 +215,26 @@ def test_a_callback_that_logs_in_backward_hooks() -> None:
     assert [value for _, value in column(split, "batches_before_step")] == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("as_number", [True, False])
+def test_the_loss_logged_in_on_before_backward(
+    accumulate: int, as_number: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Logs(pl.Callback):
+        def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+            value = loss.item() if as_number else loss
+            module.log("sent", value, on_step=True, on_epoch=True)
+            module.log("largest", value, on_epoch=True, reduce_fx="max")
+
+    options = {"accumulate_grad_batches": accumulate, "log_every_n_steps": 1}
+    split, stock = (fit(Module(), ragged_batches(4), Logs(), *extra, **options) for extra in ([padmin()], []))
+    for name in ("sent_step", "sent_epoch", "largest"):
+        assert float(split.callback_metrics[name]) == pytest.approx(float(stock.callback_metrics[name]), rel=1e-6)
+    monkeypatch.setattr("lightning_padmin.integrations.lightning_merge.LossMerge.total", lambda *_: _[2])
+    last = fit(Module(), ragged_batches(4), Logs(), padmin(), **options)
+    assert float(last.callback_metrics["sent_epoch"]) < 0.5 * float(stock.callback_metrics["sent_epoch"])
+
+
 def test_what_monitors_see() -> None:
     """callback_metrics, with values that no logger gets."""
 
