@@ -28,6 +28,7 @@ except ImportError as error:
 import numpy as np
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_padmin.announce import Announcement, announce
 from lightning_padmin.config import PadMinConfig
@@ -95,8 +96,15 @@ class _Share(dict[str, Any]):
     chunks: MicroBatches
     indices: range
     guard: MemoryGuard
-    batches: int
     has_run: bool
+    came: list[tuple[str, Any, int]]
+
+    @property
+    def is_as_it_came(self) -> bool:
+        """Whether entries are those that they were, and nobody has written into them."""
+        return len(self) == len(self.came) and all(
+            self.get(name) is each and getattr(each, "_version", 0) == version for name, each, version in self.came
+        )
 
 
 class PadMinTrainerMixin:
@@ -119,7 +127,9 @@ class PadMinTrainerMixin:
         self._padmin = resolve_for_class(padmin)
         self._padmin_told = self._padmin.check == "off"
         self._padmin_checked, self._padmin_as_stock = 0, False
+        self._padmin_dealt = self._padmin_lost = 0  # batches whose rows were regrouped, targets that were subtracted
         self._padmin_first_is_open, self._padmin_first_batches = not self._padmin_told, 0
+        self._padmin_means_told = self._padmin_told
         self.padding_stats = PaddingStats()
         self._padmin_since_log = PaddingStats()
         super().__init__(*args, **options)
@@ -194,8 +204,33 @@ class PadMinTrainerMixin:
             announced, self._padmin_announced = self._padmin_announced, None
             announced.agree()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        self._padmin_dealt = 0
         if not self._padmin.enabled or not batches or num_items is None:
             return batches, num_items
+        self._padmin_as_stock, self._padmin_lost = False, 0
+        if self._padmin_step_in_front:  # what it hands on is not known yet
+            return batches, self._padmin_without_lost_of(batches, num_items)
+        self._padmin_look_at_reduction(batches, num_items)
+        if not self._padmin_pools:
+            return batches, num_items
+        self._padmin_prove(batches, num_items, self._padmin_pooling)
+        self._padmin_pooling.min_micro_batches = len(batches)
+        chunks = self._padmin_pooling.prepare_window(batches)
+        self._padmin_look_at_first_labels(chunks, num_items, self._padmin_pooling)
+        guard = self._padmin_guard(chunks)
+        num_items = self._padmin_without_lost(num_items, chunks, batches)
+        shares, self._padmin_dealt = [], len(batches)
+        for step, batch in enumerate(batches):
+            share = _Share(batch)
+            share.chunks, share.guard, share.has_run = chunks, guard, False
+            share.came = [(name, each, getattr(each, "_version", 0)) for name, each in share.items()]
+            share.indices = range(step * len(chunks) // len(batches), (step + 1) * len(chunks) // len(batches))
+            shares.append(share)
+        self._padmin_count(chunks.stats)
+        return shares, num_items
+
+    def _padmin_look_at_reduction(self, batches: list[Any], num_items: Any) -> None:
+        """Finds out what kind of loss this is, if that is open."""
         if self._padmin_pools is None and self._padmin_checked < _MOST_BATCHES:
             self._padmin_pools = self._padmin_decide(batches, num_items)
         # Neither way to split is known to be right then, so this window runs as it came.
@@ -205,22 +240,6 @@ class PadMinTrainerMixin:
                 "PadMinTrainerMixin: the first window does not tell whether the loss is a sum over num_items_in_batch "
                 "(it has no two rows with loss, or no finite gradient), so windows run as they came until one tells"
             )
-        if not self._padmin_pools:
-            return batches, num_items
-        self._padmin_prove(batches, num_items, self._padmin_pooling)
-        self._padmin_pooling.min_micro_batches = len(batches)
-        chunks = self._padmin_pooling.prepare_window(batches)
-        self._padmin_look_at_first_labels(chunks, num_items, self._padmin_pooling)
-        guard = self._padmin_guard(chunks)
-        num_items = self._padmin_without_lost(num_items, chunks, batches)
-        shares = []
-        for step, batch in enumerate(batches):
-            share = _Share(batch)
-            share.chunks, share.guard, share.batches, share.has_run = chunks, guard, len(batches), False
-            share.indices = range(step * len(chunks) // len(batches), (step + 1) * len(chunks) // len(batches))
-            shares.append(share)
-        self._padmin_count(chunks.stats)
-        return shares, num_items
 
     def _padmin_without_lost(self, num_items: Any, chunks: MicroBatches, batches: list[Any]) -> Any:
         """The number of targets as in a right-padded window: those predicted from padding are none once rolled.
@@ -232,6 +251,24 @@ class PadMinTrainerMixin:
         of_all = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
         return num_items - (chunks.lost_targets if of_all else chunks.table.lost_targets)
 
+    def _padmin_without_lost_of(self, batches: list[Any], num_items: Any) -> Any:
+        """The same for batches that are going to be split one by one."""
+        if not self._padmin_subtracts_lost or "shift_labels" in batches[0]:
+            return num_items
+        lost = sum(self._padmin_pooling.read_together(batch)[1].lost_targets for batch in batches)
+        if self.args.average_tokens_across_devices:  # type: ignore[attr-defined]
+            lost = int(self._padmin_exchange([lost]).sum())
+        self._padmin_lost = lost
+        return num_items - lost if lost else num_items
+
+    @property
+    def _padmin_step_in_front(self) -> bool:
+        """Whether a step of the user's calls ours, and may look at its batch, change it, or act on its gradient."""
+        if "training_step" in vars(self):
+            return True
+        kinds = type(self).__mro__
+        return step_of(*kinds[: kinds.index(PadMinTrainerMixin)]) is not None
+
     @property
     def _padmin_subtracts_lost(self) -> bool:
         """Whether the Trainer counts targets as a loss does that shifts labels."""
@@ -240,44 +277,49 @@ class PadMinTrainerMixin:
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: forward and backward passes of its chunks."""
         stock = super().training_step  # type: ignore[misc]
-        if not self._padmin.enabled or self._padmin_as_stock:
+        if not self._padmin.enabled:
             return stock(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+        if num_items_in_batch is not None and self._padmin_pools is None and not self._padmin_as_stock:
+            self._padmin_look_at_reduction([inputs], num_items_in_batch)
+        if self._padmin_as_stock:
+            lost = self._padmin_lost if num_items_in_batch is not None else 0
+            return stock(model, inputs, num_items_in_batch + lost if lost else num_items_in_batch)  # type: ignore[no-any-return]
         model.train()
         wrong = batch_statistics(model)
         if wrong is not None:
             raise ArchitectureError(wrong)
-        if isinstance(inputs, _Share):
-            if inputs.has_run and inputs.batches > 1:
-                model.zero_grad(set_to_none=True)
-                raise TrainingStepError(
-                    f"{step_of(type(self))} runs a batch twice, while rows of {inputs.batches} accumulated batches "
-                    "have been regrouped: what it does between would see other rows' gradients. Set "
-                    "gradient_accumulation_steps=1 (and raise per_device_train_batch_size), or use "
-                    "PadMinConfig(enabled=False)"
-                )
-            inputs.has_run = True
+        sums = bool(self._padmin_pools) and num_items_in_batch is not None
+        batcher = self._padmin_pooling if sums else self._padmin_batcher
+        if self._padmin_dealt:
+            self._padmin_refuse_changed(model, inputs)
             chunks, indices, guard = inputs.chunks, inputs.indices, inputs.guard
         else:
-            self._padmin_prove([inputs], num_items_in_batch, self._padmin_batcher)
-            chunks = self._padmin_batcher.prepare(inputs)
+            batcher.min_micro_batches = 1
+            self._padmin_prove([inputs], num_items_in_batch, batcher)
+            chunks = batcher.prepare(inputs)
             indices, guard = range(len(chunks)), self._padmin_guard(chunks)
             self._padmin_count(chunks.stats)
+        if self._padmin_pools and not sums:
+            self._padmin_check_means(inputs)
         if not self._padmin_told:
-            pools = isinstance(inputs, _Share)
-            batcher = self._padmin_pooling if pools else self._padmin_batcher
             self._padmin_check(batcher.read_made_together(lambda: dict(inputs)), num_items_in_batch, batcher)
-        if not isinstance(inputs, _Share):
-            self._padmin_look_at_first_labels(chunks, num_items_in_batch, self._padmin_batcher)
+        if not self._padmin_dealt:
+            self._padmin_look_at_first_labels(chunks, num_items_in_batch, batcher)
         total: Any = 0.0
         own = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
+        # Where other processes write into gradients, what a step of the user's does with them cannot be told.
+        alone = self.accelerator.distributed_type == DistributedType.NO  # type: ignore[attr-defined]
+        is_part = len(chunks) > 1 and (alone or isinstance(model, DistributedDataParallel))
         try:
             for k in indices:
                 hooks = self._padmin_hooks.around(k, len(chunks))
                 with guard.around(k), hooks, self._padmin_synchronised(model, k == indices[-1]):
                     micro = chunks[k]
                     with (
-                        self._padmin_losses.chunk(own),
-                        self._padmin_weighted(micro.weight, partial(guard.forward_is_done, k)),
+                        self._padmin_losses.chunk(own, is_part and (alone or k != indices[-1])),
+                        self._padmin_weighted(
+                            micro.weight, partial(guard.forward_is_done, k), num_items_in_batch if sums else None
+                        ),
                     ):
                         total = total + stock(model, micro.batch, num_items_in_batch)
         except (OutOfMemoryError, PeerError, TrainingStepError, GradientHookError):
@@ -285,16 +327,42 @@ class PadMinTrainerMixin:
             raise
         return total  # type: ignore[no-any-return]
 
+    def _padmin_refuse_changed(self, model: Any, inputs: Any) -> None:
+        """Rows of this window have been regrouped already, so that its batches can run once each, as they came."""
+        what = "another batch came"
+        if isinstance(inputs, _Share):
+            if not inputs.has_run and inputs.is_as_it_came:
+                inputs.has_run = True
+                return
+            what = "a batch came twice" if inputs.has_run else "a batch was written into"
+        model.zero_grad(set_to_none=True)
+        raise TrainingStepError(
+            f"{type(self).__qualname__}: {what}, after rows of {self._padmin_dealt} batches had been regrouped for "
+            "their steps. Do that in a training_step of a class in front of the mixin, class MyTrainer(Mine, "
+            "PadMinTrainerMixin, Trainer), for which batches are split one by one; or use PadMinConfig(enabled=False)"
+        )
+
     @contextmanager
-    def _padmin_weighted(self, weight: float, forward_is_done: Callable[[], None]) -> Iterator[None]:
-        """Has `compute_loss`, whichever class defines it, return its loss times the weight of the chunk."""
+    def _padmin_weighted(self, weight: float, forward_is_done: Callable[[], None], num_items: Any) -> Iterator[None]:
+        """Has `compute_loss`, whichever class defines it, return its loss times the weight of the chunk.
+
+        Where the loss is a sum over `num_items`, it must get that number.
+        """
         own = vars(self).get("compute_loss")
         stock = self.compute_loss  # type: ignore[attr-defined]
         # Called with all that stock calls it with; what it returns depends on this argument.
-        position = list(inspect.signature(Trainer.compute_loss).parameters).index("return_outputs") - 1
+        names = list(inspect.signature(Trainer.compute_loss).parameters)[1:]
+        position, divisor = names.index("return_outputs"), names.index("num_items_in_batch")
 
         def finish(result: Any, *args: Any, **options: Any) -> Any:
             forward_is_done()
+            given = args[divisor] if len(args) > divisor else options.get("num_items_in_batch")
+            if num_items is not None and (given is None or bool(given != num_items)):
+                raise TrainingStepError(
+                    f"{step_of(*type(self).__mro__) or 'training_step'} does not hand num_items_in_batch on as it is, "
+                    "and the loss is a sum over that number: hand it on, put the class in front of the mixin, class "
+                    "MyTrainer(Mine, PadMinTrainerMixin, Trainer), or use PadMinConfig(enabled=False)"
+                )
             if args[position] if len(args) > position else options.get("return_outputs", False):
                 return (result[0] * weight, *result[1:])
             return result * weight
@@ -320,6 +388,14 @@ class PadMinTrainerMixin:
                 state._set_sync_gradients(False)
                 stack.callback(state._set_sync_gradients, before)
             yield
+
+    def _padmin_check_means(self, inputs: Any) -> None:
+        """Checks the first batch that comes without `num_items`, though the loss has been one of a sum over it."""
+        if self._padmin_means_told:
+            return
+        batcher = self._padmin_batcher
+        outcome = self._padmin_gradients(batcher.read_made_together(lambda: dict(inputs)), None, batcher.config)
+        self._padmin_means_told = outcome is not None and outcome.final
 
     def _padmin_look_at_first_labels(self, chunks: MicroBatches, num_items: Any, batcher: MicroBatcher) -> None:
         """Finds out, on the first batch that can tell, whether the loss takes labels on first tokens as declared."""

@@ -9,6 +9,7 @@ from lightning_padmin.errors import ConfigError
 from lightning_padmin.guards import ArchitectureError, Finding
 from lightning_padmin.integrations import trl_stock
 from lightning_padmin.noise import refuse_noise_of
+from lightning_padmin.one_loss import own_backward
 
 _ONLINE = {"GRPOTrainer", "RLOOTrainer"}
 _OFFLINE = {"SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer"}
@@ -115,6 +116,16 @@ def choose_mode(trainer: Any, wanted: str) -> tuple[str, str]:
             raise ConfigError(
                 f"mode={wanted!r}: {why}. Set mode='joint' or mode='auto', or router_aux_loss_coef=0 in the model's "
                 "configuration"
+            )
+        return "joint", why if wanted == "auto" else ""
+    kinds = type(trainer).__mro__
+    own = next(k for k, each in enumerate(kinds) if each.__module__.split(".")[0] == "lightning_padmin")
+    name = own_backward(*kinds[own:])
+    if name is not None:
+        why = f"{name} sends its loss backward itself, and runs for a whole micro-batch alone"
+        if wanted in ("split", "replay"):
+            raise ConfigError(
+                f"mode={wanted!r}: {why}. Set mode='joint' or mode='auto', or have it call super().training_step"
             )
         return "joint", why if wanted == "auto" else ""
     quantile = getattr(trainer, "top_entropy_quantile", 1.0)

@@ -21,6 +21,7 @@ from transformers import Trainer
 
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.isolation import DATA_OF_TRAINERS, AttributeState
+from lightning_padmin.one_loss import step_of
 
 LOG_PROBS = "_get_per_token_logps_and_entropies"
 OLDEST = (0, 29)
@@ -93,7 +94,9 @@ def upcoming(trainer: Any, inputs: Mapping[str, Any], position: int) -> Sequence
         position: this step's place in its accumulation window.
     """
     buffered = trainer._buffered_inputs
-    if buffered is None or prepares_itself(type(trainer)):
+    # A step of the user's may act on the gradients of the rows that it has got.
+    has_step = "training_step" in vars(trainer) or step_of(*type(trainer).__mro__) is not None
+    if buffered is None or has_step or prepares_itself(type(trainer)):
         return [inputs]
     first = trainer._step % trainer.args.steps_per_generation
     left = max(trainer.current_gradient_accumulation_steps - position, 1)

@@ -251,7 +251,8 @@ class _Body:
     def _branch(self, node: ast.If | ast.While) -> None:
         test, before = self._value(node.test), self._control
         if test & Is.GRADIENT:
-            self._control |= Is.GRADIENT | Is.BENT | (test & Is.REDUCED)
+            kind = Is.UNCLEAR if _asks_finite(node.test) else Is.BENT  # what is finite stays as it is, by all signs
+            self._control |= Is.GRADIENT | kind | (test & Is.REDUCED)
         self._statements(node.body)
         self._statements(node.orelse)
         leaves = any(isinstance(each, ast.Return) for part in node.body + node.orelse for each in ast.walk(part))
@@ -546,6 +547,20 @@ def _any(values: Sequence[Is]) -> Is:
 
 def _bent(value: Is) -> Is:
     return value | Is.BENT if value & Is.GRADIENT else value
+
+
+def _asks_finite(test: ast.expr) -> bool:
+    """Whether all that a test asks is whether something is nan or infinite."""
+    calls = {
+        each.func.attr if isinstance(each.func, ast.Attribute) else ""
+        for each in ast.walk(test)
+        if isinstance(each, ast.Call)
+    }
+    return (
+        bool(calls & terms.FINITE)
+        and calls <= terms.FINITE | {"any", "all", "item", "bool"}
+        and not any(isinstance(each, ast.Compare | ast.IfExp) for each in ast.walk(test))
+    )
 
 
 def _loaded(target: ast.expr) -> ast.expr:

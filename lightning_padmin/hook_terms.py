@@ -63,6 +63,8 @@ BENT = {"clamp", "clip", "clamp_min", "clamp_max", "sign", "sgn", "abs", "absolu
 BENT |= {"exp", "log", "log1p", "tanh", "round", "floor", "ceil", "trunc", "sigmoid"}
 BENT |= {"gt", "lt", "ge", "le", "eq", "ne", "relu", "threshold", "hardtanh", "softshrink", "hardshrink", "maximum"}
 BENT |= {"minimum", "renorm", "softsign", "arctan", "atan", "bernoulli", "dropout", "fmod", "remainder", "reciprocal"}
+# Whether there is anything that is no number.
+FINITE = {"isnan", "isinf", "isfinite"}
 # Another value in each call.
 RANDOM = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "normal", "multinomial"}
 RANDOM |= {"random", "uniform", "gauss", "randrange", "choice", "randperm", "normalvariate", "standard_normal"}

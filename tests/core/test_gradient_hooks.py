@@ -242,6 +242,37 @@ def test_what_turns_out_linear_is_exact(words: str) -> None:
     assert support.relative(split, whole_gradient(module)) <= 1e-12
 
 
+def without_nan(gradient: Tensor) -> Tensor:
+    if torch.isnan(gradient).any() or not gradient.isfinite().all():
+        return torch.zeros_like(gradient)
+    return gradient
+
+
+def without_large(gradient: Tensor) -> Tensor:
+    if torch.isnan(gradient).any() or gradient.norm() > 1e-3:
+        return torch.zeros_like(gradient)
+    return gradient
+
+
+def test_a_hook_against_what_is_not_finite_is_watched() -> None:
+    """Exact where all is finite; where a part of the gradient is not, the whole one would have been left out."""
+    assert read_hook(without_nan).effect is Effect.UNKNOWN
+    assert read_hook(without_large).effect is Effect.CHANGES  # control
+    module = tiny()
+    module.head.weight.register_hook(without_nan)
+    assert support.relative(split_gradient(module, HookWatch(FIX)), whole_gradient(module)) <= 1e-12
+    module, fired = tiny(), [0]
+
+    def spoil(gradient: Tensor) -> Tensor:
+        fired[0] += 1
+        return gradient * torch.tensor(float("nan") if fired[0] == 2 else 1.0)
+
+    module.head.register_full_backward_pre_hook(lambda _, gradients: (spoil(gradients[0]),))
+    module.head.weight.register_hook(without_nan)
+    with pytest.raises(GradientHookError, match=r"something else of parts.*without_nan"):
+        split_gradient(module, HookWatch(FIX))
+
+
 @pytest.mark.parametrize(
     "words",
     ["lambda g: g / g.norm()", "lambda g: g + 1.0", "lambda g: (g.data.sign_(), None)[1]", "lambda g: g * next(n)"],

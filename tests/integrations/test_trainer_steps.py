@@ -191,14 +191,123 @@ def test_in_front_of_the_mixin_it_runs_once_per_batch(kind: type, tmp_path: Path
     assert found.trainer.padding_stats.micro_batches > found.trainer.padding_stats.batches
 
 
-def test_in_front_with_regrouped_windows(tmp_path: Path) -> None:
-    with pytest.raises(TrainingStepError, match=r"FGM.training_step runs a batch twice.*gradient_accumulation_steps=1"):
-        train(before(FGM), tmp_path, gradient_accumulation_steps=2)
+class Clips(Trainer):
+    """Gradients, in place, after each batch."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        return loss
+
+
+class ClampsData(Trainer):
+    """The same past the counters of versions."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for p in model.parameters():
+            p.grad.data.clamp_(-1e-3, 1e-3)
+        return loss
+
+
+class Empties(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.zero_grad()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class BoundsWeights(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for p in model.parameters():
+            p.data.clamp_(-0.03, 0.03)
+        return loss
+
+
+class Changes(Trainer):
+    """Another batch, without an entry that is no argument of the model's and with fewer labels."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        labels = inputs["labels"].clone()
+        labels[:, :3] = -100
+        inputs = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "labels": labels}
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class WritesLabels(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        inputs["labels"][:, :3] = -100
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class LeavesOut(Trainer):
+    """Long batches."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if inputs["input_ids"].shape[1] > 25 and self.state.global_step == 0:
+            return torch.tensor(0.0)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class DropsTheNumber(Trainer):
+    """As written before there was one."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        return super().training_step(model, inputs)
+
+
+OF_BATCHES = (FGM, Clips, ClampsData, Empties, BoundsWeights, Changes, WritesLabels, LeavesOut, DropsTheNumber)
+
+
+@pytest.mark.parametrize("kind", OF_BATCHES)
+def test_in_front_with_accumulation(kind: type, tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    found = train(before(kind), tmp_path, **options)
+    assert difference(found, train(kind, tmp_path, **options)) <= 1e-6
+    assert found.trainer.padding_stats.micro_batches > found.trainer.padding_stats.batches
+
+
+def test_in_front_with_an_entry_that_only_the_step_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "collate", lambda samples, plain=collate: plain(samples) | {"source": torch.ones(8)})
+    assert difference(train(before(Changes), tmp_path), train(Changes, tmp_path)) <= 1e-10
+    with pytest.raises(TypeError, match="source"):
+        train(Ours, tmp_path)
+
+
+def test_control_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with rows regrouped, these would train something else, or are refused."""
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    monkeypatch.setattr(PadMinTrainerMixin, "_padmin_step_in_front", False)
+    for kind, match in ((FGM, "came twice"), (Changes, "another batch came"), (WritesLabels, "was written into")):
+        with pytest.raises(TrainingStepError, match=f"{match}, after rows of 2 batches.*in front of the mixin"):
+            train(before(kind), tmp_path, **options)
+    for kind in (Clips, LeavesOut):
+        assert difference(train(before(kind), tmp_path, **options), train(kind, tmp_path, **options)) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (Clips, "writes into gradients"),
+        (ClampsData, "writes into gradients"),
+        (Empties, "writes into gradients"),
+        (BoundsWeights, "writes into weights"),
+        (DropsTheNumber, "does not hand num_items_in_batch on"),
+    ],
+)
+def test_behind_the_mixin_a_step_leaves_gradients_alone(kind: type, match: str, tmp_path: Path) -> None:
+    with pytest.raises(TrainingStepError, match=rf"{kind.__name__}.training_step {match}.*in front of the mixin"):
+        train(behind(kind), tmp_path)
+
+
+def test_behind_the_mixin_with_one_chunk(tmp_path: Path) -> None:
+    whole = PadMinConfig(token_budget=10_000, launch_cost=10_000, pad_token_id=0)
+    assert difference(train(behind(Clips), tmp_path, padmin=whole), train(Clips, tmp_path)) <= 1e-10
 
 
 def test_control_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_padmin.one_loss.OneLoss._refuse", lambda *_: None)
-    for kind in (FGM, SecondPassOfItsOwn):
+    for kind in (FGM, SecondPassOfItsOwn, Clips, ClampsData, BoundsWeights):
         assert difference(train(behind(kind), tmp_path), train(kind, tmp_path)) > 0.05
 
 
@@ -297,6 +406,55 @@ class Twice:
         loss = super().training_step(model, inputs, num_items_in_batch)
         super().training_step(model, inputs, num_items_in_batch)
         return loss
+
+
+class ClipsSteps:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        return loss
+
+
+class Triples:
+    """Sends its loss backward itself."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = 3 * self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        self._step += 1
+        return loss.detach()
+
+
+TWO_STEPS = ONCE | {"gradient_accumulation_steps": 2}
+
+
+def test_trl_steps_that_act_on_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"behind": trl_cases.trainers(trl_cases.GRPOTrainer, ClipsSteps)}
+    kinds["front"] = trl_cases.trainers(outer=(ClipsSteps,))
+    stock = trl_cases.train(kinds["behind"][0], TWO_STEPS, None)
+    for _, ours in kinds.values():
+        found = trl_cases.train(ours, TWO_STEPS, trl_cases.padmin("split", token_budget=40, launch_cost=1))
+        trl_cases.same(found, stock)
+        assert found.trainer.padding_stats.micro_batches > 2
+    monkeypatch.setattr("lightning_padmin.integrations.trl_stock.step_of", lambda *_: None)
+    for _, ours in kinds.values():  # negative control: rows of both micro-batches regrouped
+        found = trl_cases.train(ours, TWO_STEPS, trl_cases.padmin("split", token_budget=40, launch_cost=1))
+        assert trl_cases.gradient_difference(found, stock) > 0.05
+
+
+def test_trl_steps_that_send_their_loss_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, ours = trl_cases.trainers(trl_cases.GRPOTrainer, Triples)
+    wanted = trl_cases.train(stock, ONCE, None)
+    with pytest.warns(UserWarning, match=r"mode='joint': Triples.training_step sends its loss backward itself"):
+        found = trl_cases.train(ours, ONCE, trl_cases.padmin("auto", token_budget=40))
+    trl_cases.same(found, wanted)
+    with pytest.raises(ConfigError, match=r"mode='split': Triples.training_step .*Set mode='joint'"):
+        trl_cases.build(ours, ONCE, trl_cases.padmin("split", token_budget=40, launch_cost=1))
+    monkeypatch.setattr("lightning_padmin.integrations.trl_refusals.own_backward", lambda *_: None)
+    found = trl_cases.train(ours, ONCE, trl_cases.padmin("split", token_budget=40, launch_cost=1))  # negative control
+    assert trl_cases.gradient_difference(found, wanted) > 0.05
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 pytest.importorskip("trl")
 
@@ -428,15 +429,24 @@ def test_out_of_memory_names_the_next_budget_and_that_fits(mode: str) -> None:
 
 
 def test_a_batch_that_is_replaced_in_the_middle_of_a_window_is_refused() -> None:
+    class Regenerating(TrainerCallback):
+        def on_substep_end(self, *args: Any, **options: Any) -> None:
+            trainer._buffered_inputs = [dict(inputs) for inputs in trainer._buffered_inputs]
+
+    trainer = cases.build(cases.OURS, PLAIN, cases.padmin("split"), callbacks=[Regenerating()])
+    with pytest.raises(PadMinError, match="replaced in the middle of an accumulation window"):
+        trainer.train()
+
+
+def test_a_step_of_ones_own_may_replace_it() -> None:
     class Regenerating:
         def training_step(self, *args: Any, **options: Any) -> Any:
             if self._step == 1:
                 self._buffered_inputs = [dict(inputs) for inputs in self._buffered_inputs]
             return super().training_step(*args, **options)
 
-    trainer = cases.build(cases.trainers(outer=(Regenerating,))[1], PLAIN, cases.padmin("split"))
-    with pytest.raises(PadMinError, match="replaced in the middle of an accumulation window"):
-        trainer.train()
+    stock, ours = cases.trainers(outer=(Regenerating,))
+    cases.same(cases.train(ours, PLAIN, cases.padmin("split")), cases.train(stock, PLAIN, None))
 
 
 @pytest.mark.skipif(cases.RELEASE < (1, 4), reason="fails on an empty prompt by itself")
