@@ -2,8 +2,8 @@
 
 A wrong `loss_reduction` is nearly invisible in the loss and far off in the gradient. So a few short and long rows of
 the first batch go through the user's own training step, un-split, split and one by one, before anything is trained, and
-once more in other ways if they differ. Gradients are compared as sketches (see `sketch`), which are linear: which weights
-would have matched is found out without another pass.
+once more in other ways if they differ. Gradients are compared as sketches (see `sketch`), which are linear: which
+weights would have matched is found out without another pass.
 """
 
 from __future__ import annotations
