@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 try:
     import transformers
@@ -53,6 +54,7 @@ from lightning_padmin.guards import (
     row_limit,
     with_scan_chunk,
 )
+from lightning_padmin.isolation import holders_of
 from lightning_padmin.memory import MemoryGuard, OutOfMemoryError
 from lightning_padmin.microbatch import MicroBatcher
 from lightning_padmin.noise import refuse_noise_of
@@ -487,22 +489,24 @@ class PadMinTrainerMixin:
         sharded = accelerator.distributed_type == DistributedType.FSDP
         if not sharded:
             model = own  # DistributedDataParallel would take a call of its wrapper for a step
-        return check_gradients(
-            loss,
-            batch,
-            schema,
-            table,
-            config,
-            own,
-            tolerance=0.1 if accelerator.mixed_precision not in ("no", None) else None,
-            exchange=self._padmin_exchange,
-            is_sharded=sharded,
-            packs=packs,
-            holders=(self,),  # figures that compute_loss keeps in the Trainer are not those of the check
-            first_labels=first_labels,
-            subtracts_lost=pools and self._padmin_subtracts_lost,
-            advice=Advice(_COUPLED, _STOP, _SUM if pools else None),
-        )
+        # What compute_loss logs itself is not of the training.
+        with mock.patch.object(self, "log", return_value=None):
+            return check_gradients(
+                loss,
+                batch,
+                schema,
+                table,
+                config,
+                own,
+                tolerance=0.1 if accelerator.mixed_precision not in ("no", None) else None,
+                exchange=self._padmin_exchange,
+                is_sharded=sharded,
+                packs=packs,
+                holders=holders_of(self),  # figures that compute_loss keeps in the Trainer are not those of the check
+                first_labels=first_labels,
+                subtracts_lost=pools and self._padmin_subtracts_lost,
+                advice=Advice(_COUPLED, _STOP, _SUM if pools else None),
+            )
 
     def _padmin_count(self, stats: PaddingStats) -> None:
         self.padding_stats = self.padding_stats + stats

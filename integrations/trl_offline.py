@@ -25,7 +25,7 @@ from lightning_padmin.gradient_passes import difference_over_ranks, sketched_sha
 from lightning_padmin.guards import ArchitectureError, inspect_model, with_scan_chunk
 from lightning_padmin.integrations import trl_stock
 from lightning_padmin.integrations.trl_refusals import refuse_what_needs_many_batches
-from lightning_padmin.isolation import DATA_OF_TRAINERS, ModuleState, without_dropout
+from lightning_padmin.isolation import DATA_OF_TRAINERS, ModuleState, holders_of, without_dropout
 from lightning_padmin.model_proxy import Calls, Forwards, chunked
 from lightning_padmin.noise import refuse_noise_of
 from lightning_padmin.sketch import OnlyBackwardError, Sketches, difference, scales, sizes, sketched_gradients
@@ -109,7 +109,7 @@ class OfflineEngine:
         """
         trainer, module = self._trainer, self._trainer.accelerator.unwrap_model(self._trainer.model)
         prepared = trainer._prepare_inputs(inputs)
-        state = ModuleState(module, (trainer,), DATA_OF_TRAINERS)
+        state = ModuleState(module, holders_of(trainer), DATA_OF_TRAINERS)
         by_backward = False
 
         def loss() -> Any:

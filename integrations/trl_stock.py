@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.isolation import DATA_OF_TRAINERS, AttributeState
+from lightning_padmin.isolation import DATA_OF_TRAINERS, AttributeState, holders_of
 from lightning_padmin.one_loss import step_of
 
 LOG_PROBS = "_get_per_token_logps_and_entropies"
@@ -144,8 +144,9 @@ def replaced(trainer: Any, **methods: Any) -> Iterator[None]:
 
 @contextmanager
 def without_trace(trainer: Any) -> Iterator[None]:
-    """Calls of the stock loss inside leave no metric and no attribute, however deep, and run no collective."""
-    state = AttributeState(trainer, DATA_OF_TRAINERS)
+    """Calls of the stock loss inside leave no metric, log and attribute, however deep, and run no collective."""
+    state = AttributeState(holders_of(trainer), DATA_OF_TRAINERS)
+    trainer.log = lambda *_, **__: None
     trainer.accelerator = _Alone(trainer.accelerator)
     trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     try:

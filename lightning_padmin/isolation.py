@@ -20,6 +20,8 @@ from lightning_padmin.writes import Writes
 
 # Attributes that trainers keep data in.
 DATA_OF_TRAINERS = ("train_dataset", "eval_dataset", "_buffered_inputs", "train_dataloader", "eval_dataloader")
+# Attributes that hold objects of frameworks into which their users write figures.
+_BESIDE_TRAINERS = ("state", "control", "callback_handler")
 _HALF = (torch.float16, torch.bfloat16)
 _STOCK_ATTENTION: Any = F.scaled_dot_product_attention
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -82,6 +84,12 @@ def without_dropout(module: nn.Module) -> Iterator[_Watch]:
                 stack.enter_context(mock.patch.object(child, "dropout", 0.0))
         stack.enter_context(watch)
         yield watch
+
+
+def holders_of(trainer: Any) -> list[object]:
+    """A trainer, and what belongs to it that `compute_loss` may write into besides."""
+    found = [getattr(trainer, name, None) for name in _BESIDE_TRAINERS]
+    return [trainer, *(each for each in found if each is not None)]
 
 
 @contextmanager
@@ -147,19 +155,19 @@ class ModuleState:
 
 
 class AttributeState:
-    """What is in the attributes of an object and was not made by a framework, as it is now; see `keeper`.
+    """What is in the attributes of objects and was not made by a framework, as it is now; see `keeper`.
 
     Models among them are left alone, and so are random generators of the process.
 
     Args:
-        holder: the object.
+        holders: the objects.
         skip: names of attributes that hold data.
         most_items: of all containers together; what is larger is left alone.
     """
 
-    def __init__(self, holder: object, skip: Collection[str] = (), most_items: int = 10_000) -> None:
+    def __init__(self, holders: Collection[object], skip: Collection[str] = (), most_items: int = 10_000) -> None:
         self._writes = Writes()
-        self._undo = Keeper(self._writes, None, [holder], skip=skip, most_items=most_items, with_models=False).undo
+        self._undo = Keeper(self._writes, None, holders, skip=skip, most_items=most_items, with_models=False).undo
         self._writes.settle()
 
     def watching(self) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ A step may write into everything that can be reached from the module that it tra
 What belongs to somebody else may be in the middle of something, and is left alone. Put back are
 
 - modules: parameters, buffers, children, hooks, flags, attributes, the class;
-- Python's containers, tensors, arrays and random generators;
+- Python's containers, namespaces, tensors, arrays and random generators;
 - objects of users' own classes; not the classes themselves.
 
 A class is a user's own if it stands neither in the standard library nor in an installed package, unless that package
@@ -15,6 +15,7 @@ or a file may be at work in the background, and is left alone.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import enum
 import heapq
@@ -26,7 +27,7 @@ import sysconfig
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Generic, Protocol
 
 import numpy as np
@@ -45,7 +46,8 @@ _OF_SHARDING = frozenset(each for each in _OF_EVERY_MODULE if each == "_paramete
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 # Subclasses are emptied and filled by these: their own methods may refuse that, or do more.
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
-_PLAIN = (object, *_CONTAINERS, UserDict, UserList, Generic, Protocol)
+_SPACES = (SimpleNamespace, argparse.Namespace)
+_PLAIN = (object, *_CONTAINERS, *_SPACES, UserDict, UserList, Generic, Protocol)
 _MOST_ITEMS = 100_000  # of all containers together; what is larger is data, not what a training step writes into
 _ARRAY_BYTES = 2**24  # of all arrays together, unless a hundredth of the weights is more; larger ones are data too
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, FunctionType, MethodType, ModuleType, enum.Enum)
@@ -127,6 +129,8 @@ class Keeper:
             self._container(value, crowd)
         elif isinstance(value, tuple):
             self._items(value, crowd)
+        elif type(value) in _SPACES:
+            self._attributes(value, crowd)
         elif self._is_own(type(value)) and not _is_at_work(value):
             base = next((each for each in _BASES if isinstance(value, each)), None)
             if base is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from architectures.zoo import BY_NAME, quiet
 from offline_cases import BUDGET, build
 from torch import Tensor, nn
 from traces import changed, seen_of
+from transformers import TrainerCallback
 from trl_cases import qwen2
 
 from lightning_padmin.gradient_check import check_gradients
@@ -104,6 +106,7 @@ class Keeps:
         self.array, self.names, self.running = np.zeros(2), Counter(), torch.zeros(3)
         vars(self)["mean"] = torchmetrics.MeanMetric()  # not registered, as in a Trainer
         self.pair = (Meter(), [0])
+        self.space = SimpleNamespace(calls=0, losses=[])
 
     def count(self, loss: float, rows: int) -> None:
         self.figures["loss"]["all"].append(loss)
@@ -124,6 +127,8 @@ class Keeps:
         vars(self)["mean"].update(loss)
         self.pair[0].update(loss)
         self.pair[1].append(1)
+        self.space.calls += 1
+        self.space.losses.append(loss)
         self.added = loss
 
     def calls(self) -> list[float]:
@@ -144,6 +149,8 @@ class Keeps:
             float(vars(self)["mean"]._update_count),
             self.pair[0].count,
             len(self.pair[1]) - 1,
+            self.space.calls,
+            len(self.space.losses),
         ]
 
 
@@ -157,6 +164,48 @@ class KeepsInLoss(Keeps):
         value = loss[0] if isinstance(loss, tuple) else loss
         self.count(float(value), len(next(iter(inputs.values()))))
         return loss
+
+
+class Counts(TrainerCallback):
+    """Of what `compute_loss` hands to it, and of what is logged."""
+
+    def __init__(self) -> None:
+        self.calls, self.logged = 0, [0]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.logged[0] += "auxiliary" in logs
+
+
+class KeepsBeside:
+    """Figures in what belongs to a Trainer: its state, a callback; and its log."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        self.state.calls = getattr(self.state, "calls", 0) + 1
+        self.control.calls = getattr(self.control, "calls", 0) + 1
+        next(each for each in self.callback_handler.callbacks if isinstance(each, Counts)).calls += 1
+        self.log({"auxiliary": 1.0})
+        return super().compute_loss(model, inputs, *args, **options)
+
+
+def beside(kind: str) -> tuple[list[int], Any]:
+    """How often each of them has counted, and the trainer."""
+    trainer, counts = build(kind, qwen2(), BUDGET, KeepsBeside), Counts()
+    trainer.add_callback(counts)
+    trainer.train()
+    entries = sum("auxiliary" in each for each in trainer.state.log_history)
+    return [trainer.state.calls, trainer.control.calls, counts.calls, counts.logged[0], entries], trainer
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sft"])
+def test_figures_beside_a_trainer_are_those_of_its_training(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, trainer = beside(kind)
+    assert "log" not in vars(trainer)
+    assert set(found) == {trainer.padding_stats.micro_batches if kind == "trainer" else trainer.state.global_step}
+    # Negative control: only the trainer is looked at.
+    monkeypatch.setattr("lightning_padmin.isolation._BESIDE_TRAINERS", ())
+    found, trainer = beside(kind)
+    ran = trainer.padding_stats.micro_batches if kind == "trainer" else trainer.state.global_step
+    assert min(found[:3]) > ran
 
 
 Checked = list[list[str]]
