@@ -53,6 +53,7 @@ def seconds(batch: Any, options: dict[str, Any]) -> float:
     return time.process_time() - started
 
 
+@pytest.mark.slow  # a time
 @pytest.mark.parametrize("kind", MANY)
 def test_time_grows_with_the_number_of_entries(kind: str) -> None:
     seconds(*MANY[kind](20))
@@ -60,6 +61,7 @@ def test_time_grows_with_the_number_of_entries(kind: str) -> None:
     assert many < 64 * few + 0.1, "16 times as many; the square would be 256 times"
 
 
+@pytest.mark.slow
 def test_the_measure_sees_a_search_through_all_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     def through_all(self: Paths, key: str) -> bool:
         return any(path.startswith(key + ".") for path in self.all)

