@@ -80,29 +80,40 @@ class Assembler:
         if isinstance(first, Tensor):
             return self._tensor(path, place, parts)
         if isinstance(first, Mapping):
-            self._check_alike(path, [set(part) if isinstance(part, Mapping) else None for part in parts])
+            if self._is_dropped(path, [set(part) if isinstance(part, Mapping) else None for part in parts]):
+                return None
             keys = [key for key in first if key not in _CACHES and key != "aux_loss"]
             values = {key: self._join(str(key), f"{place}.{key}", [part[key] for part in parts]) for key in keys}
             if "aux_loss" in first:
                 values["aux_loss"] = self._balance_loss(values.get("router_logits"))
             return like(first, values)
         if isinstance(first, tuple | list):
-            self._check_alike(path, [len(part) if isinstance(part, tuple | list) else None for part in parts])
+            if self._is_dropped(path, [len(part) if isinstance(part, tuple | list) else None for part in parts]):
+                return None
             joined = [self._join(path, f"{place}[{k}]", [part[k] for part in parts]) for k in range(len(first))]
             return type(first)(joined) if not hasattr(first, "_fields") else type(first)(*joined)
         if first is None or all(part is first or _equal(part, first) for part in parts):
             return first
+        if self._declared.get(path) == "drop":
+            return None
         raise BatchError(
             f"output {path!r} is {type(first).__name__}, which cannot be put together: outputs={{{path!r}: 'drop'}}"
         )
 
-    def _check_alike(self, path: str, found: Sequence[Any]) -> None:
-        """Raises BatchError where chunks have other keys or numbers of entries: one entry per row, say."""
-        if any(each != found[0] for each in found):
+    def _is_dropped(self, path: str, found: Sequence[Any]) -> bool:
+        """Whether chunks with other keys or numbers of entries (one for each row, say) are left out, as declared.
+
+        Raises:
+            BatchError: there are such, and nothing is declared.
+        """
+        if all(each == found[0] for each in found):
+            return False
+        if self._declared.get(path) != "drop":
             raise BatchError(
                 f"output {path!r} has other entries in each chunk ({found[:3]}), which cannot be put together: have "
-                "the model return tensors, or leave it out"
+                f"the model return tensors, or outputs={{{path!r}: 'drop'}}"
             )
+        return True
 
     def _tensor(self, path: str, place: str, parts: Sequence[Any]) -> Tensor | None:
         if self._kept is not None and path == "logits":

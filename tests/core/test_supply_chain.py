@@ -1,4 +1,9 @@
-"""What SECURITY.md promises, sentence by sentence: of the source, and of files and models made to do harm."""
+"""What SECURITY.md promises, sentence by sentence: of the source, and of files and models made to do harm.
+
+Elsewhere: what files may be, and how names are shown (`tests/diagnose/test_hostile_input.py`); where a configuration
+comes from (`tests/core/test_cli_env.py`); scripts that are launched (`tests/integrations/test_accelerate_launch.py`);
+modules that are named (`tests/core/test_verify.py`).
+"""
 
 from __future__ import annotations
 
