@@ -32,10 +32,11 @@ quickstart: $(VENV)/.quickstart-ready  ## train a small language model with and 
 test: $(VENV)/.test-ready  ## run the tests, without those marked slow
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
-lint: $(VENV)/.dev-ready  ## check style and types
+lint: $(VENV)/.dev-ready  ## check style, types, and which room imports which
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	"$(VENV)/bin/lint-imports" --no-cache
 
 wheel: $(VENV)/.dev-ready  ## build the sdist, and the wheel from it, into $(DIST)
 	$(RUN) -m build --outdir "$(DIST)"

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from lightning_padmin.integrations.accelerate_toggle import PadMin
+from lightning_padmin.integrations.accelerate import PadMin
 
 LENGTHS = Path(__file__).with_name("data") / "gsm8k_token_lengths.csv"
 VOCABULARY = 64

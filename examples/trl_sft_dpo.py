@@ -37,7 +37,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin.integrations.trl_trainers import PadMinMixin
+from lightning_padmin.integrations.trl import PadMinMixin
 
 
 class PadMinSFT(PadMinMixin, SFTTrainer):

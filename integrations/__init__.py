@@ -1,4 +1,4 @@
-"""Adapters to training frameworks, one file per framework.
+"""Adapters to training frameworks, one folder per framework, and `common` for what they share.
 
 This folder installs as `lightning_padmin.integrations`. Importing it under any other name would load a second copy
 of the adapters, whose classes are not those of the first, so that is refused.

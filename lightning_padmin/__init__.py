@@ -1,21 +1,29 @@
 """lightning-padmin: padding removed before tensors reach the model, with the gradients of the un-split batch.
 
-The path of a batch, one module per step:
+The path of a batch, one room per step; a room imports only rooms above it in this list, and only through its door:
 
-    schema       which entry holds rows, positions, units, or is shared
-    rows         where each row's real tokens are and what it weighs in the loss (one device-to-host copy)
-    planner      which rows go together, at what width
-    distributed  all ranks agree on the number of micro-batches, or all raise
-    layout       each micro-batch gathered straight from the caller's batch, outputs put back
-    microbatch   the steps above in order: `MicroBatcher.prepare(batch)`
+    runtime         state that a pass may change, put back
+    batch           which entry holds rows, positions, units; where each row's tokens are
+    planning        which rows go together, at what width
+    config          the options, and where they were found
+    distributed     ranks agree, or all raise
+    architectures   what is known of a model before it runs
+    microbatching   the steps in order: `MicroBatcher.prepare(batch)`
+    verification    does training stay the same? measured
+    forward         the model call in chunks
+    diagnose, cli   what padding costs on your data; the command line
+    integrations    one folder per framework
 """
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_padmin.arguments import PadMinArguments
-from lightning_padmin.config import PadMinConfig
+from lightning_padmin import _moved
+from lightning_padmin._version import __version__ as __version__
+from lightning_padmin.batch import Field
+from lightning_padmin.config import PadMinArguments, PadMinConfig
 from lightning_padmin.errors import PadMinError, PadMinWarning
-from lightning_padmin.microbatch import (
+from lightning_padmin.forward import PaddedForward
+from lightning_padmin.microbatching import (
     MicroBatch,
     MicroBatcher,
     MicroBatches,
@@ -23,18 +31,15 @@ from lightning_padmin.microbatch import (
     iter_micro_batches,
     sync_on_last,
 )
-from lightning_padmin.padded_forward import PaddedForward
-from lightning_padmin.plan import Plan
-from lightning_padmin.planner import plan_micro_batches
+from lightning_padmin.planning import Plan, plan_micro_batches
 from lightning_padmin.sampler import LengthBucketBatchSampler
-from lightning_padmin.schema import Field
 from lightning_padmin.stats import PaddingStats
-from lightning_padmin.verify import Report, verify_equivalence
+from lightning_padmin.verification import Report, verify_equivalence
 
 if TYPE_CHECKING:
-    from lightning_padmin.integrations.lightning_callback import PadMinCallback
+    from lightning_padmin.integrations.lightning import PadMinCallback
 
-__version__ = "0.1.0"
+_moved.install()
 
 __all__ = [
     "Field",
@@ -63,6 +68,6 @@ def __getattr__(name: str) -> Any:
     # The core needs torch and numpy only; the callback is loaded when it is asked for.
     if name != "PadMinCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_padmin.integrations.lightning_callback import PadMinCallback
+    from lightning_padmin.integrations.lightning import PadMinCallback
 
     return PadMinCallback

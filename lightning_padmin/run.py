@@ -1,9 +1,9 @@
 """`python -m lightning_padmin.run SCRIPT ...`: runs a script whose Trainers of transformers or TRL remove padding.
 
-For scripts that do not know this library. Where it is switched on (see `environment`), every Trainer that the script
-makes gets the mixin that goes with it, subclasses of the script's own included; one that has a mixin already is left
-alone. Switched off, the script runs as it would without. `-m MODULE ...` runs a module. A script that ends without a
-Trainer, though this was switched on, is told so on stderr.
+For scripts that do not know this library. Where it is switched on (see `config.environment`), every Trainer that the
+script makes gets the mixin that goes with it, subclasses of the script's own included; one that has a mixin already
+is left alone. Switched off, the script runs as it would without. `-m MODULE ...` runs a module. A script that ends
+without a Trainer, though this was switched on, is told so on stderr.
 
 `padmin launch` puts this in front of the script; with `accelerate launch` write `-m lightning_padmin.run SCRIPT ...`.
 """
@@ -22,10 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_padmin.config import PadMinConfig
-from lightning_padmin.environment import Resolved, is_main_process, resolve, say_once
+from lightning_padmin.config import PadMinConfig, Resolved, in_variables, is_main_process, resolve, say_once
 from lightning_padmin.errors import ConfigError, PadMinError, speak
-from lightning_padmin.wording import in_variables
 
 _TRAINER = "transformers.trainer"
 _USAGE = "usage: python -m lightning_padmin.run SCRIPT [ARGUMENT ...], or -m MODULE [ARGUMENT ...]"
@@ -177,7 +175,7 @@ def with_mixin(cls: type, config: PadMinConfig) -> type:
 
 def _mixin_for(cls: type) -> Any:
     is_of_trl = any(base.__module__.split(".")[0] == "trl" for base in cls.__mro__)
-    name, attribute = ("trl_trainers", "PadMinMixin") if is_of_trl else ("transformers_trainer", "PadMinTrainerMixin")
+    name, attribute = ("trl", "PadMinMixin") if is_of_trl else ("transformers", "PadMinTrainerMixin")
     try:
         return getattr(importlib.import_module(f"lightning_padmin.integrations.{name}"), attribute)
     except ImportError as error:

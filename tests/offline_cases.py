@@ -14,8 +14,8 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrai
 from trl_cases import VOCABULARY, Record, Recorder, saved, tokenizer
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin.integrations.transformers_trainer import PadMinTrainerMixin
-from lightning_padmin.integrations.trl_trainers import PadMinMixin
+from lightning_padmin.integrations.transformers import PadMinTrainerMixin
+from lightning_padmin.integrations.trl import PadMinMixin
 
 KINDS: dict[str, tuple[type, type, type]] = {
     "trainer": (Trainer, PadMinTrainerMixin, TrainingArguments),

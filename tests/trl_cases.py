@@ -22,7 +22,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin.integrations.trl_trainers import PadMinMixin
+from lightning_padmin.integrations.trl import PadMinMixin
 
 VOCABULARY = 40
 EOS, PAD = 1, 0

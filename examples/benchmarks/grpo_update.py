@@ -32,7 +32,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin.integrations.trl_trainers import PadMinMixin
+from lightning_padmin.integrations.trl import PadMinMixin
 
 VOCABULARY = 1024
 

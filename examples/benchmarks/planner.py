@@ -27,10 +27,10 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from lightning_padmin import plan_micro_batches
-from lightning_padmin.plan import Plan
-from lightning_padmin.planner import plan_quietly
-from lightning_padmin.search import Limits
-from lightning_padmin.shape_set import choose_shapes
+from lightning_padmin.planning.plan import Plan
+from lightning_padmin.planning.planner import plan_quietly
+from lightning_padmin.planning.search import Limits
+from lightning_padmin.planning.shape_buckets import choose_shapes
 
 GSM8K = EXAMPLES.parent / "tests" / "diagnose" / "gsm8k_lengths.csv"
 RIVALS = ("roll + trim", "greedy", "balanced", "first fit", "strided")

@@ -4,7 +4,7 @@
     lengths -> report            sampling (steps as a loader makes them); remedies, packing; spread; report; verdict
     report -> output             text, plot; `Report.as_dict` for JSON
     log -> report -> text        logs, log_text
-    model -> launch cost         probe, lightning_padmin.fit
+    model -> launch cost         probe, lightning_padmin.planning.cost_fit
     command                      the command line
 
 Pure functions of arrays and dataclasses; reading, printing and timing stand at the ends.

@@ -12,7 +12,7 @@ from lightning_padmin.diagnose.reading import Lengths
 from lightning_padmin.diagnose.remedies import widths_today
 from lightning_padmin.diagnose.report import Report
 from lightning_padmin.diagnose.sampling import cut_to, draw_steps
-from lightning_padmin.planner import plan_quietly
+from lightning_padmin.planning import plan_quietly
 
 _REAL, _PADDING, _LINE = "#2a6f97", "#f2b8a0", "#c1440e"
 

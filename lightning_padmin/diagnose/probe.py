@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_padmin.architectures import UsageError, load_model, logits_of, random_batch, token_mean, vocabulary_of
 from lightning_padmin.diagnose.problems import DiagnoseError, first_line
-from lightning_padmin.fit import Fit, Shape, fit_times, largest_budget
-from lightning_padmin.loading import UsageError, load_model, logits_of, random_batch, token_mean, vocabulary_of
+from lightning_padmin.planning import Fit, Shape, fit_times, largest_budget
 from lightning_padmin.printing import printable
 
 # Full rows: from what a start costs to where the width shows. A GPU takes a thousandth of a CPU's time.

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_padmin.architectures import UsageError, refuse_special_files, why_not_loaded
 from lightning_padmin.diagnose.arrow import open_arrow, saved_files
 from lightning_padmin.diagnose.csv_rows import open_csv, open_text
 from lightning_padmin.diagnose.fields import Columns, Part, choose_parts
@@ -21,7 +22,6 @@ from lightning_padmin.diagnose.lines import Tell
 from lightning_padmin.diagnose.measure import measured
 from lightning_padmin.diagnose.problems import DiagnoseError, first_line, needed, refuse_special
 from lightning_padmin.diagnose.tables import Chunk, Table, table_of_records
-from lightning_padmin.loading import UsageError, refuse_special_files, why_not_loaded
 from lightning_padmin.printing import guard_logs
 
 Lens: TypeAlias = NDArray[np.int32]

@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_padmin.diagnose.packing import packed_rows
 from lightning_padmin.diagnose.sampling import Sample, Setup
-from lightning_padmin.plan import Plan
-from lightning_padmin.planner import plan_quietly
-from lightning_padmin.search import round_up
+from lightning_padmin.planning import Plan, plan_quietly, round_up
 
 Ints: TypeAlias = NDArray[np.int64]
 LIMITS = ("budget", "max rows", "launch cost", "end of the step")

@@ -11,16 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_padmin.diagnose.reading import Lengths
-from lightning_padmin.diagnose.remedies import (
-    LIMITS,
-    Costs,
-    packed,
-    planned,
-    real_tokens,
-    rolled,
-    today,
-    trimmed,
-)
+from lightning_padmin.diagnose.remedies import LIMITS, Costs, packed, planned, real_tokens, rolled, today, trimmed
 from lightning_padmin.diagnose.sampling import Ratio, Sample, Setup, cut_to, draw_steps, ratio
 from lightning_padmin.diagnose.spread import LengthStats, length_stats
 

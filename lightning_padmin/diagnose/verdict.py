@@ -151,14 +151,14 @@ def paste_lines(report: Report) -> tuple[tuple[str, str], ...]:
         (
             "TRL",
             "from lightning_padmin import PadMinConfig\n"
-            "from lightning_padmin.integrations.trl_trainers import PadMinMixin\n"
+            "from lightning_padmin.integrations.trl.mixin import PadMinMixin\n"
             f"class MyTrainer(PadMinMixin, {trainer}): ...\n"
             f"trainer = MyTrainer(..., padmin={config})",
         ),
         (
             "Accelerate",
             "from lightning_padmin import PadMinConfig\n"
-            "from lightning_padmin.integrations.accelerate_toggle import PadMin\n"
+            "from lightning_padmin.integrations.accelerate.loop import PadMin\n"
             f"pad = PadMin(accelerator, {config}){whole}",
         ),
     )

@@ -12,7 +12,7 @@ from architectures.zoo import BY_NAME, TABLE, Architecture
 from support import relative
 
 from lightning_padmin import MicroBatcher
-from lightning_padmin.padded_forward import PaddedForward
+from lightning_padmin.forward.padded_forward import PaddedForward
 
 Record = Callable[..., None]
 

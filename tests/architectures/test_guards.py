@@ -13,7 +13,13 @@ from architectures.zoo import BY_NAME, TABLE, Architecture, quiet
 from support import TinyLM, relative
 from torch import nn
 
-from lightning_padmin.guards import ArchitectureError, Finding, inspect_model, refuse_architecture, scan_chunk
+from lightning_padmin.architectures.findings import (
+    ArchitectureError,
+    Finding,
+    inspect_model,
+    refuse_architecture,
+    scan_chunk,
+)
 
 
 def _rules(model: nn.Module, severity: str = "") -> set[str]:

@@ -11,9 +11,9 @@ from architectures.cases import Case, relative
 from architectures.zoo import TABLE, Architecture
 
 from lightning_padmin import PaddedForward
-from lightning_padmin.guards import ArchitectureError
-from lightning_padmin.microbatch import MicroBatcher
-from lightning_padmin.packing import PackGate
+from lightning_padmin.architectures.findings import ArchitectureError
+from lightning_padmin.microbatching.batcher import MicroBatcher
+from lightning_padmin.verification.leak import PackGate
 
 # Without kernels of mixers. Facts about transformers that the tests below measure.
 LEAKING = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_padmin import PadMinArguments, PadMinConfig
-from lightning_padmin.environment import PREFIX, resolve_for_class
+from lightning_padmin.config.environment import PREFIX, resolve_for_class
 from lightning_padmin.errors import ConfigError
 
 

@@ -10,10 +10,11 @@ import pytest
 import support
 import torch
 
-from lightning_padmin import PadMinConfig, compact, iter_micro_batches, tree
+from lightning_padmin import PadMinConfig, compact, iter_micro_batches
+from lightning_padmin.batch import tree
+from lightning_padmin.batch.fields import Field
+from lightning_padmin.batch.tree import DEEPEST, Paths, iter_leaves, map_leaves
 from lightning_padmin.errors import PadMinError, SchemaError
-from lightning_padmin.fields import Field
-from lightning_padmin.tree import DEEPEST, Paths, iter_leaves, map_leaves
 
 LENGTHS = [3, 6, 2, 5]
 COUNTS = torch.ones(4, dtype=torch.long)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin import sketch as sketches
 from lightning_padmin.errors import GradientCheckError
-from lightning_padmin.gradient_check import Outcome, check_gradients
-from lightning_padmin.microbatch import MicroBatcher
-from lightning_padmin.sketch import sketch, sketched_gradients
+from lightning_padmin.microbatching.batcher import MicroBatcher
+from lightning_padmin.verification import sketch as sketches
+from lightning_padmin.verification.gradient_check import Outcome, check_gradients
+from lightning_padmin.verification.sketch import sketch, sketched_gradients
 
 
 class Recomputing(torch.autograd.Function):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_padmin import cli, environment
+from lightning_padmin.cli import commands as cli
+from lightning_padmin.config import environment
 
 
 @pytest.fixture(autouse=True)

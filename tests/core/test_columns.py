@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_padmin import Field, MicroBatcher, PadMinConfig, iter_micro_batches
 from lightning_padmin.errors import BatchError, ConfigError, SchemaError
-from lightning_padmin.microbatch import compact
+from lightning_padmin.microbatching import compact
 
 LEFT = [3, 0, 5, 1]
 LENGTHS = [4, 9, 2, 6]  # width 9; the last but one row ends before it
@@ -129,7 +129,7 @@ def test_the_decoder_axis_has_columns_of_its_own() -> None:
 
 
 def test_packs_have_other_columns() -> None:
-    from lightning_padmin.pack_layout import refuse_unpackable
+    from lightning_padmin.microbatching.packed_layout import refuse_unpackable
 
     batch = batch_with(at=[3, 0, 5, 1])
     config = config_of(batch_schema={"at": "column"})
@@ -180,5 +180,5 @@ def test_marks_would_become_columns_if_pooled_as_they_are(monkeypatch: pytest.Mo
         return (at[:, 0] == -1).tolist()
 
     assert marked() == [True, True, False, False]
-    monkeypatch.setattr("lightning_padmin.pool.widened", lambda values, *_: values)
+    monkeypatch.setattr("lightning_padmin.batch.pooling.widened", lambda values, *_: values)
     assert marked() == [False, False, False, False]

@@ -16,9 +16,9 @@ import torch
 from jsonargparse import ArgumentParser
 
 from lightning_padmin import Field, PadMinConfig, PadMinError
-from lightning_padmin.config import option_names, refuses_unknown_options
+from lightning_padmin.batch.fields import parse_field
+from lightning_padmin.config.options import option_names, refuses_unknown_options
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.fields import parse_field
 
 BAD: dict[str, list[Any]] = {
     "enabled": [1, "yes", None],

@@ -19,8 +19,8 @@ from support import TinyLM, make_batch, relative
 from torch import Tensor
 
 from lightning_padmin import MicroBatcher, MicroBatches, PadMinConfig, PadMinError, PadMinWarning
-from lightning_padmin import distributed as exchanges
-from lightning_padmin.distributed import exchange_all, exchange_alone, raise_together, world_size
+from lightning_padmin.distributed import collectives as exchanges
+from lightning_padmin.distributed.collectives import exchange_all, exchange_alone, raise_together, world_size
 from lightning_padmin.errors import BatchError, ConfigError, PeerError, PlanError, SchemaError
 
 BUDGET = {"token_budget": 8, "launch_cost": 0}
@@ -294,7 +294,7 @@ import json, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from lightning_padmin import MicroBatcher, PadMinConfig
-from lightning_padmin.distributed import exchange_all, world_size
+from lightning_padmin.distributed.collectives import exchange_all, world_size
 
 def batch(*lengths):
     mask = torch.tensor([[1] * n + [0] * (max(lengths) - n) for n in lengths])

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from lightning_padmin import PadMinConfig, iter_micro_batches, verify_equivalence
-from lightning_padmin.gradient_hooks import GradientHookError, HookWatch, reenters, without_user_hooks
-from lightning_padmin.hook_reading import Effect, read_hook
+from lightning_padmin.architectures.gradient_hooks import GradientHookError, HookWatch, reenters, without_user_hooks
+from lightning_padmin.architectures.hook_reading import Effect, read_hook
 
 NORMS: list[Any] = []
 MASK = torch.tensor([1.0, 0.0, 1.0])

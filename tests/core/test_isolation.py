@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_padmin.isolation import random_states, same_random_states, untouched, without_dropout
-from lightning_padmin.sketch import (
+from lightning_padmin.runtime.isolation import random_states, same_random_states, untouched, without_dropout
+from lightning_padmin.verification.sketch import (
     Sketches,
     best_weights,
     combine,

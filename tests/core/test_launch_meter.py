@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_padmin.config import PadMinConfig
+from lightning_padmin.config.options import PadMinConfig
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.launch_meter import UNTIL_THEN, LaunchMeter
-from lightning_padmin.microbatch import MicroBatcher, iter_micro_batches
+from lightning_padmin.microbatching import MicroBatcher, iter_micro_batches
+from lightning_padmin.microbatching.timing import UNTIL_THEN, LaunchMeter
 
 SLOT = 2e-6
 
@@ -94,7 +94,7 @@ def test_it_gives_up_on_shapes_that_do_not_tell(caplog: pytest.LogCaptureFixture
 def test_a_batcher_uses_what_it_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts are made expensive, so that rows are no longer cut apart."""
     clock = Clock()
-    monkeypatch.setattr("lightning_padmin.launch_meter._now", clock)
+    monkeypatch.setattr("lightning_padmin.microbatching.timing._now", clock)
 
     def train(config: PadMinConfig) -> list[int]:
         batcher, counts = MicroBatcher(config), []

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_padmin import Field, PadMinConfig, compact, iter_micro_batches
+from lightning_padmin.batch.row_table import RowTable
 from lightning_padmin.errors import BatchError
-from lightning_padmin.layout import SlotMap, pad_layout
-from lightning_padmin.microbatch import MicroBatcher
-from lightning_padmin.rows import RowTable
+from lightning_padmin.microbatching.batcher import MicroBatcher
+from lightning_padmin.microbatching.padded_layout import SlotMap, pad_layout
 
 POSITION = Field("position")
 

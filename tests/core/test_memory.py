@@ -10,10 +10,11 @@ import torch
 from ranks import Ranks, ThreadBoard
 from support import make_batch
 
-from lightning_padmin import MicroBatcher, MicroBatches, PadMinConfig, microbatch
-from lightning_padmin.distributed import Exchange
+from lightning_padmin import MicroBatcher, MicroBatches, PadMinConfig
+from lightning_padmin.distributed.collectives import Exchange
 from lightning_padmin.errors import PadMinError, PeerError
-from lightning_padmin.memory import MemoryGuard, OutOfMemoryError, is_out_of_memory
+from lightning_padmin.microbatching import batcher as microbatch
+from lightning_padmin.microbatching.memory import MemoryGuard, OutOfMemoryError, is_out_of_memory
 
 CONFIG = PadMinConfig(token_budget=24, launch_cost=0)
 

@@ -30,7 +30,7 @@ from lightning_padmin import (
     sync_on_last,
 )
 from lightning_padmin.errors import BatchError, ConfigError, SchemaError
-from lightning_padmin.layout import SlotMap
+from lightning_padmin.microbatching.padded_layout import SlotMap
 
 EXACT = 1e-9  # float64, relative to the largest gradient
 Batch = dict[str, Tensor]

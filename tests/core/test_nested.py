@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_padmin import Field, MicroBatcher, PaddedForward, PadMinConfig
 from lightning_padmin.errors import PadMinError
-from lightning_padmin.pack_layout import PackStyle, pack_layout
+from lightning_padmin.microbatching.packed_layout import PackStyle, pack_layout
 
 Pair = namedtuple("Pair", ["first", "second"])
 ROLES = ("mask_key", "labels_key", "decoder_mask_key", "loss_mask_key")

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_padmin import Field, PaddedForward, PadMinConfig, iter_micro_batches
+from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.errors import BatchError, ConfigError, PadMinWarning, PlanError
-from lightning_padmin.guards import ArchitectureError
-from lightning_padmin.microbatch import MicroBatcher
-from lightning_padmin.pack_layout import PackStyle
-from lightning_padmin.packing import Leak, PackGate, has_varlen_kernel, measure_leak, needs_rows
-from lightning_padmin.planner import plan_packs
+from lightning_padmin.microbatching.batcher import MicroBatcher
+from lightning_padmin.microbatching.packed_layout import PackStyle
+from lightning_padmin.planning.planner import plan_packs
+from lightning_padmin.verification.leak import Leak, PackGate, has_varlen_kernel, measure_leak, needs_rows
 
 WORKED_EXAMPLE = [120, 90, 300, 40, 55, 30, 210, 65]
 
@@ -428,7 +428,7 @@ def test_auto_pads_without_a_kernel_and_says_so() -> None:
 
 
 def test_auto_with_a_kernel_packs_only_what_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_padmin.packing.has_varlen_kernel", lambda model: True)
+    monkeypatch.setattr("lightning_padmin.verification.leak.has_varlen_kernel", lambda model: True)
     found, said = gate(Mixer(), "auto")
     assert found(LENGTHS)
     assert found.style.borders

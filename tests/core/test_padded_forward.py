@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_padmin import PadMinConfig
 from lightning_padmin.errors import BatchError, ConfigError
-from lightning_padmin.padded_forward import PaddedForward
+from lightning_padmin.forward.padded_forward import PaddedForward
 
 LENGTHS = [5, 9, 3, 12, 11, 4, 7, 2]
 LEFT = [2, 0, 1, 0, 1, 0, 5, 0]
@@ -244,7 +244,7 @@ def test_values_of_dummies_reach_nothing(kind: str, mode: Any) -> None:
 
 def test_a_multiple_of_a_dummys_outputs_would_not_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: zero times what is not finite."""
-    from lightning_padmin.assemble import Assembler
+    from lightning_padmin.forward.outputs import Assembler
 
     def added(self: Any, joined: Tensor, parts: Any) -> Tensor:
         return joined + sum(dummy.sum() * 0 for dummy in parts[len(self._batches.plan) :])

@@ -14,11 +14,11 @@ from torch.nn.functional import cross_entropy
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin.assemble import Assembler
+from lightning_padmin.batch.fields import Field
 from lightning_padmin.errors import BatchError
-from lightning_padmin.fields import Field
-from lightning_padmin.kept_logits import KeptLogits
-from lightning_padmin.padded_forward import PaddedForward
+from lightning_padmin.forward.kept_logits import KeptLogits
+from lightning_padmin.forward.outputs import Assembler
+from lightning_padmin.forward.padded_forward import PaddedForward
 
 LENGTHS = [5, 9, 3, 12, 11, 4, 7, 2]
 WIDTH = 14
@@ -482,7 +482,7 @@ def test_replay_reads_what_the_first_pass_read(kind: str, budget: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_copies_the_gradient_would_be_another(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = replayed(kind, 999, False)
-    monkeypatch.setattr("lightning_padmin.padded_forward._copy_of", lambda batch: batch)
+    monkeypatch.setattr("lightning_padmin.forward.padded_forward._copy_of", lambda batch: batch)
     assert support.relative(replayed(kind, 999, True), expected) > 0.05
 
 

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightning_padmin import PadMinConfig
 from lightning_padmin.errors import BatchError, PadMinWarning
-from lightning_padmin.padded_forward import PaddedForward
+from lightning_padmin.forward.padded_forward import PaddedForward
 
 LENGTHS = [5, 9, 3, 12, 11, 4, 7, 2]
 CONFIG = PadMinConfig(token_budget=24, launch_cost=2)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_padmin.peers import PeerWatch
+from lightning_padmin.distributed.peers import PeerWatch
 
 Ring = list[PeerWatch]
 
@@ -114,7 +114,7 @@ def test_a_rank_whose_thread_has_failed_is_not_gone(ranks: Ring, monkeypatch: py
 
 PARENT = """
 import os, sys, time
-from lightning_padmin.peers import PeerWatch
+from lightning_padmin.distributed.peers import PeerWatch
 folder = sys.argv[1]
 def publish(key, value): open(os.path.join(folder, key.replace("/", "_") + ".part"), "w").write(value); os.rename(
     os.path.join(folder, key.replace("/", "_") + ".part"), os.path.join(folder, key.replace("/", "_")))

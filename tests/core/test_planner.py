@@ -19,10 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_padmin import search
 from lightning_padmin.errors import PadMinWarning, PlanError
-from lightning_padmin.plan import Plan
-from lightning_padmin.planner import plan_micro_batches
+from lightning_padmin.planning import search
+from lightning_padmin.planning.plan import Plan
+from lightning_padmin.planning.planner import plan_micro_batches
 
 WORKED_EXAMPLE = [120, 90, 300, 40, 55, 30, 210, 65]
 
@@ -380,7 +380,7 @@ def test_the_order_of_the_rows_does_not_matter(lengths: list[tuple[int, int]], r
 
 def test_the_plan_does_not_depend_on_the_hash_seed() -> None:
     code = (
-        "import numpy as np; from lightning_padmin.planner import plan_micro_batches as p;"
+        "import numpy as np; from lightning_padmin.planning.planner import plan_micro_batches as p;"
         "r = np.random.default_rng(3);"
         "print([g.tolist() for g in p(r.integers(1, 9, 80), 60, riders=r.random(80) < 0.3).at_least(30).groups])"
     )

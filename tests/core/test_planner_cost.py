@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_padmin import search
 from lightning_padmin.errors import PadMinWarning, PlanError
-from lightning_padmin.plan import Plan
-from lightning_padmin.planner import plan_micro_batches
+from lightning_padmin.planning import search
+from lightning_padmin.planning.plan import Plan
+from lightning_padmin.planning.planner import plan_micro_batches
 
 Groups = list[list[int]]
 Shapes = Sequence[tuple[int, ...]]

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_padmin.batch.row_table import RowTable, measure
+from lightning_padmin.batch.schema import Field, infer_schema
 from lightning_padmin.errors import BatchError
-from lightning_padmin.rows import RowTable, measure
-from lightning_padmin.schema import Field, infer_schema
 
 
 def table_of(mask: Any, labels: Any = None, declared: dict[str, Field] | None = None, **options: Any) -> RowTable:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_padmin import Field, MicroBatcher, PadMinConfig, compact, iter_micro_batches
+from lightning_padmin.batch.schema import Schema, find_path, infer_schema
 from lightning_padmin.errors import BatchError, SchemaError
-from lightning_padmin.schema import Schema, find_path, infer_schema
 
 B, L = 3, 6
 LENGTHS = [4, 6, 2]

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 
-from lightning_padmin.config import PadMinConfig
+from lightning_padmin.config.options import PadMinConfig
 from lightning_padmin.errors import ConfigError, PadMinWarning, PlanError
-from lightning_padmin.microbatch import MicroBatcher, iter_micro_batches
-from lightning_padmin.plan import Plan
-from lightning_padmin.planner import plan_quietly
-from lightning_padmin.search import Limits
-from lightning_padmin.shape_set import ShapeSet, choose_shapes
+from lightning_padmin.microbatching import MicroBatcher, iter_micro_batches
+from lightning_padmin.planning.plan import Plan
+from lightning_padmin.planning.planner import plan_quietly
+from lightning_padmin.planning.search import Limits
+from lightning_padmin.planning.shape_buckets import ShapeSet, choose_shapes
 
 OPTIONS = {
     "pad_to_multiple_of": 1,

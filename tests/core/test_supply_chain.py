@@ -24,7 +24,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_padmin import cli, environment, printing
+from lightning_padmin import printing
+from lightning_padmin.cli import commands as cli
+from lightning_padmin.config import accelerate_file
 from lightning_padmin.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -339,7 +341,7 @@ def test_arrays_are_not_unpickled(mark: Path, capsys: pytest.CaptureFixture[str]
 def test_yaml_makes_no_objects(tag: str, mark: Path) -> None:
     Path("a.yaml").write_text(f"{tag} ['touch {mark}']")
     with pytest.raises(ConfigError, match=r"a\.yaml: cannot be read as YAML"):
-        environment.load_yaml(Path("a.yaml"))
+        accelerate_file.load_yaml(Path("a.yaml"))
     assert not mark.exists()
 
 

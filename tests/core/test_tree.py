@@ -22,8 +22,8 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_padmin import PadMinConfig, compact, iter_micro_batches
+from lightning_padmin.batch.tree import check_rebuildable, iter_leaves, join, map_leaves, tensors_in
 from lightning_padmin.errors import SchemaError
-from lightning_padmin.tree import check_rebuildable, iter_leaves, join, map_leaves, tensors_in
 
 LENGTHS = [3, 6, 2, 5]
 BUDGET = PadMinConfig(token_budget=12, launch_cost=2, static_keys=["shared"])  # rows 1 and 3, then 0 and 2

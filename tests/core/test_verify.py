@@ -11,9 +11,10 @@ import support
 import torch
 from torch import Tensor, nn
 
-from lightning_padmin import PadMinConfig, cli
+from lightning_padmin import PadMinConfig
+from lightning_padmin.cli import commands as cli
 from lightning_padmin.errors import BatchError, ConfigError
-from lightning_padmin.verify import Report, verify_equivalence
+from lightning_padmin.verification.equivalence import Report, verify_equivalence
 
 LENGTHS = [5, 9, 3, 12, 11, 4, 7, 2]
 LEFT = [2, 0, 1, 0, 1, 0, 5, 0]

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_padmin import errors
-from lightning_padmin.environment import read_variables
+from lightning_padmin.architectures.findings import ArchitectureError
+from lightning_padmin.config.environment import read_variables
+from lightning_padmin.config.wording import in_variables
 from lightning_padmin.errors import BatchError, ConfigError, PadMinWarning, PeerError
-from lightning_padmin.guards import ArchitectureError
-from lightning_padmin.wording import in_variables
 
 MESSAGES = {
     "The loss reads padding. Use PadMinConfig(enabled=False)": "The loss reads padding. Use PADMIN_ENABLED=false",

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_padmin.isolation import ModuleState, untouched
-from lightning_padmin.keeper import is_sharded
-from lightning_padmin.writes import Writes, _written
+from lightning_padmin.runtime.isolation import ModuleState, untouched
+from lightning_padmin.runtime.keeper import is_sharded
+from lightning_padmin.runtime.writes import Writes, _written
 
 MIB = 2**20
 SIZE = 1024  # float32 (SIZE, SIZE) is 4 MiB: more than what is copied at once

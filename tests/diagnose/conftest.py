@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_padmin import cli
+from lightning_padmin.cli import commands as cli
 from lightning_padmin.diagnose.reading import Lengths
 
 Diagnose = Callable[..., tuple[int, str, str]]

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_padmin import cli, environment, errors
+from lightning_padmin import errors
+from lightning_padmin.cli import commands as cli
+from lightning_padmin.config import accelerate_file
 from lightning_padmin.diagnose import lines, reading
 from lightning_padmin.errors import ConfigError
 
@@ -209,7 +211,7 @@ def test_devices_by_name(diagnose):
 def test_a_redirected_standard_input_is_read(tmp_path):
     (tmp_path / "a.csv").write_text("length\n5\n9\n")
     with (tmp_path / "a.csv").open() as file:
-        words = [sys.executable, "-m", "lightning_padmin.cli", "diagnose", "/dev/stdin", "--format", "csv"]
+        words = [sys.executable, "-m", "lightning_padmin.cli.commands", "diagnose", "/dev/stdin", "--format", "csv"]
         run = subprocess.run(words, stdin=file, capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stderr) == (0, "")
     assert "/dev/stdin: 2 rows, 14 tokens" in run.stdout
@@ -290,7 +292,7 @@ def test_yaml_made_to_do_harm(kind, tmp_path, monkeypatch, capsys):
     file.write_text(YAML[kind], encoding="utf-8")
     started = time.process_time()
     with pytest.raises(ConfigError, match=r"\.yaml: (has more than|cannot be read)") as caught:
-        environment.load_yaml(file)
+        accelerate_file.load_yaml(file)
     assert time.process_time() - started < 5
     assert not RAW & set(str(caught.value))
     monkeypatch.setenv("PADMIN_CONFIG_FILE", str(file))
@@ -300,14 +302,14 @@ def test_yaml_made_to_do_harm(kind, tmp_path, monkeypatch, capsys):
 
 def test_yaml_with_aliases_that_people_write(tmp_path):
     (tmp_path / "a.yaml").write_text("x: &x {a: 1}\ny: *x\nz: {<<: *x, b: 2}\n")
-    assert environment.load_yaml(tmp_path / "a.yaml") == {"x": {"a": 1}, "y": {"a": 1}, "z": {"a": 1, "b": 2}}
+    assert accelerate_file.load_yaml(tmp_path / "a.yaml") == {"x": {"a": 1}, "y": {"a": 1}, "z": {"a": 1, "b": 2}}
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "socket", "link to a device", "folder"])
 def test_yaml_is_a_regular_file(kind, tmp_path):
     _special(kind, tmp_path / "a.yaml")
     with pytest.raises(ConfigError, match="is a folder, pipe or device and no file"):
-        environment.load_yaml(tmp_path / "a.yaml")
+        accelerate_file.load_yaml(tmp_path / "a.yaml")
 
 
 def test_tokenizers_with_a_pipe_inside(tmp_path):

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_padmin.diagnose import probe
 from lightning_padmin.diagnose.problems import DiagnoseError
-from lightning_padmin.fit import fit_times, largest_budget
+from lightning_padmin.planning.cost_fit import fit_times, largest_budget
 
 SHAPES = probe.CPU_SHAPES
 

@@ -225,7 +225,7 @@ class Blocker:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Blocker())
-from lightning_padmin.cli import main
+from lightning_padmin.cli.commands import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -265,7 +265,7 @@ def test_ten_million_rows_take_little_memory(tmp_path: Path) -> None:
             file.write("\n".join(map(str, rng.integers(1, 2000, 100_000).tolist())) + "\n")
     # Not getrusage, whose peak is that of the process which started this one if that was larger.
     code = (
-        "import re, sys; from lightning_padmin.cli import main; code = main(sys.argv[1:]);"
+        "import re, sys; from lightning_padmin.cli.commands import main; code = main(sys.argv[1:]);"
         "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1], file=sys.stderr); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, "diagnose", str(tmp_path / "lengths.csv")]

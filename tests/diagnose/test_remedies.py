@@ -9,17 +9,9 @@ import pytest
 
 from lightning_padmin.diagnose.packing import packed_rows
 from lightning_padmin.diagnose.problems import DiagnoseError
-from lightning_padmin.diagnose.remedies import (
-    LIMITS,
-    packed,
-    planned,
-    real_tokens,
-    rolled,
-    today,
-    trimmed,
-)
+from lightning_padmin.diagnose.remedies import LIMITS, packed, planned, real_tokens, rolled, today, trimmed
 from lightning_padmin.diagnose.sampling import Ratio, Sample, Setup, cut_to, draw_steps, ratio
-from lightning_padmin.planner import plan_micro_batches
+from lightning_padmin.planning.planner import plan_micro_batches
 
 MIXED = [120, 90, 300, 40, 55, 30, 210, 65]
 

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_padmin import MicroBatcher, PadMinConfig
-from lightning_padmin.integrations.accelerate_toggle import PadMin
+from lightning_padmin.integrations.accelerate import PadMin
 
 KIND = sys.argv[2]
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -321,7 +321,7 @@ def evaluation() -> Any:
 
 def deepspeed_control() -> Any:
     """ZeRO told nothing: its engine steps at every micro-batch."""
-    from lightning_padmin.integrations import accelerate_toggle
+    from lightning_padmin.integrations.accelerate import loop as accelerate_toggle
 
     original = accelerate_toggle._not_synchronised
     accelerate_toggle._not_synchronised = lambda accelerator: nothing()

@@ -26,9 +26,9 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from lightning_padmin import MicroBatcher, PadMinConfig
-from lightning_padmin.distributed import exchange_all
+from lightning_padmin.distributed.collectives import exchange_all
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.integrations.deepspeed_boundary import accumulation_boundary, find_engine
+from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
 
 RANK = int(os.environ["LOCAL_RANK"])
 # Natural counts under the budget: five micro-batches on rank 0, one on rank 1.

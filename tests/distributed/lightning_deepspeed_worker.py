@@ -23,7 +23,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_padmin import PadMinCallback
-from lightning_padmin.integrations import lightning_loop
+from lightning_padmin.integrations.lightning import loop as lightning_loop
 
 RANK = int(os.environ["LOCAL_RANK"])
 # Natural counts under BUDGET: five micro-batches on rank 0, one on rank 1.

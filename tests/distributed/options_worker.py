@@ -81,7 +81,7 @@ def loop(rank: int, config: PadMinConfig) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
     from accelerate import Accelerator
 
-    from lightning_padmin.integrations.accelerate_toggle import PadMin
+    from lightning_padmin.integrations.accelerate import PadMin
 
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(support.TinyLM().double())

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_padmin.distributed import board_of_all, heard_of_others
+from lightning_padmin.distributed.collectives import board_of_all, heard_of_others
 
 
 def main(rank: int, holds: bool) -> None:

@@ -30,7 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_padmin import MicroBatcher, PadMinCallback
-from lightning_padmin.integrations import lightning_check, lightning_loop
+from lightning_padmin.integrations.lightning import check as lightning_check
+from lightning_padmin.integrations.lightning import loop as lightning_loop
 
 RANK = int(os.environ["LOCAL_RANK"])
 BUDGET = 24

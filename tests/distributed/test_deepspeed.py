@@ -19,7 +19,7 @@ import torch
 from processes import Ranks
 
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.integrations.deepspeed_boundary import accumulation_boundary, find_engine
+from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
 STAGES = (0, 1, 2, 3)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from lightning_padmin.announce import Announcement, option_facts, refuse_differences
-from lightning_padmin.config import PadMinConfig, option_names
+from lightning_padmin.batch.fields import Field
+from lightning_padmin.config.options import PadMinConfig, option_names
+from lightning_padmin.distributed.announcement import Announcement, option_facts, refuse_differences
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.fields import Field
 
 WORKER = Path(__file__).with_name("options_worker.py")
 Found = dict[str, list[dict[str, Any]]]

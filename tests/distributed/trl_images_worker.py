@@ -23,7 +23,7 @@ import trl_cases as cases
 import trl_vision as vision
 
 from lightning_padmin import PadMinWarning
-from lightning_padmin.integrations import trl_logprobs
+from lightning_padmin.integrations.trl import logprobs as trl_logprobs
 
 RANK = int(os.environ["LOCAL_RANK"])
 OPTIONS = {

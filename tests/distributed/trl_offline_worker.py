@@ -34,8 +34,8 @@ from torch.utils.data import SequentialSampler
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightning_padmin import PadMinConfig, PadMinWarning
-from lightning_padmin.integrations import trl_offline
-from lightning_padmin.integrations.trl_trainers import PadMinMixin
+from lightning_padmin.integrations.trl import PadMinMixin
+from lightning_padmin.integrations.trl import offline as trl_offline
 
 RANK = int(os.environ["LOCAL_RANK"])
 ROWS, WINDOW = 6, 2

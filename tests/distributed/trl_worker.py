@@ -31,7 +31,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from lightning_padmin import PadMinWarning
-from lightning_padmin.integrations import trl_passes
+from lightning_padmin.integrations.trl import passes as trl_passes
 
 KIND = sys.argv[2]  # ddp, fsdp1, fsdp2
 RANK = int(os.environ["LOCAL_RANK"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_padmin import MicroBatcher, PadMinConfig, compact, iter_micro_batches
-from lightning_padmin.tree import iter_leaves
+from lightning_padmin.batch.tree import iter_leaves
 
 CONFIG = PadMinConfig(
     token_budget=40, launch_cost=3, pad_to_multiple_of=2, pad_token_id=0, batch_schema={"weight_of": "row"}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fuzz.cases import Case, Entry, lookup
 from lightning_padmin import MicroBatch, MicroBatches
-from lightning_padmin.microbatch import compact
+from lightning_padmin.microbatching import compact
 
 
 def snapshot(case: Case) -> dict[str, Any]:

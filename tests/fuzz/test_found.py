@@ -13,9 +13,10 @@ import torch
 from ranks import Ranks
 from support import make_batch
 
-from lightning_padmin import LengthBucketBatchSampler, MicroBatcher, PadMinConfig, PadMinError, environment
+from lightning_padmin import LengthBucketBatchSampler, MicroBatcher, PadMinConfig, PadMinError
+from lightning_padmin.batch.fields import parse_field
+from lightning_padmin.config import environment
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.fields import parse_field
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_padmin.errors.PadMinWarning")
 NARROW = torch.tensor([[1, 1, 0], [1, 1, 1]])

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from support import make_batch
 
 from fuzz.amounts import Amount, amounts
-from lightning_padmin import Field, MicroBatcher, PadMinConfig, PadMinError, environment
-from lightning_padmin.config import _INTEGERS, _STRINGS, option_names
+from lightning_padmin import Field, MicroBatcher, PadMinConfig, PadMinError
+from lightning_padmin.batch.fields import parse_field
+from lightning_padmin.config import environment
+from lightning_padmin.config.options import _INTEGERS, _STRINGS, option_names
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.fields import parse_field
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_padmin.errors.PadMinWarning")
 Record = Callable[[str, Any], None]

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from lightning_padmin import PadMinConfig
-from lightning_padmin.integrations.accelerate_toggle import PadMin
+from lightning_padmin.integrations.accelerate import PadMin
 
 class Model(nn.Module):
     def __init__(self):
@@ -149,7 +149,7 @@ RLOO = GRPO.replace("GRPO", "RLOO")
 SCRIPTS = {"loop": LOOP, "trainer": TRAINER, "grpo": GRPO, "rloo": RLOO}
 LAUNCHERS = {
     "accelerate": [sys.executable, "-m", "accelerate.commands.launch"],
-    "padmin": [sys.executable, "-m", "lightning_padmin.cli", "launch"],
+    "padmin": [sys.executable, "-m", "lightning_padmin.cli.commands", "launch"],
     "accelerate with run": [sys.executable, "-m", "accelerate.commands.launch"],
 }
 ON = {"enabled": True, "token_budget": 30, "launch_cost": 4}

@@ -17,12 +17,13 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker
 from torch import Tensor, nn
 
-from lightning_padmin import PadMinConfig, environment, launch, run
-from lightning_padmin.config import option_names
-from lightning_padmin.environment import Resolved, launch_arguments, read_variables, resolve
+from lightning_padmin import PadMinConfig, run
+from lightning_padmin.architectures.findings import ArchitectureError
+from lightning_padmin.cli import launch
+from lightning_padmin.config import Resolved, environment, launch_arguments, read_variables, resolve
+from lightning_padmin.config.options import option_names
 from lightning_padmin.errors import BatchError, ConfigError
-from lightning_padmin.guards import ArchitectureError
-from lightning_padmin.integrations.accelerate_toggle import PadMin
+from lightning_padmin.integrations.accelerate import PadMin
 
 CONFIG = PadMinConfig(token_budget=support.BUDGET, launch_cost=4)
 
@@ -430,7 +431,7 @@ def test_run_is_put_in_front_of_the_script() -> None:
 def test_trainers_get_the_mixin_that_goes_with_them() -> None:
     from transformers import Trainer
 
-    from lightning_padmin.integrations.transformers_trainer import PadMinTrainerMixin
+    from lightning_padmin.integrations.transformers import PadMinTrainerMixin
 
     class Mine(Trainer):
         pass
@@ -450,7 +451,7 @@ def test_trainers_get_the_mixin_that_goes_with_them() -> None:
 
 def test_trainers_of_trl_get_theirs() -> None:
     trl = pytest.importorskip("trl")
-    from lightning_padmin.integrations.trl_trainers import PadMinGRPOTrainer, PadMinMixin
+    from lightning_padmin.integrations.trl.mixin import PadMinGRPOTrainer, PadMinMixin
 
     assert run.with_mixin(trl.GRPOTrainer, CONFIG).__mro__[1:3] == (PadMinMixin, trl.GRPOTrainer)
     assert run.with_mixin(PadMinGRPOTrainer, CONFIG) is PadMinGRPOTrainer

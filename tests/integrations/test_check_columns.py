@@ -12,8 +12,8 @@ import torch
 from support import Module, fit, padmin, relative
 from torch import Tensor, nn
 
-from lightning_padmin import gradient_check
 from lightning_padmin.errors import BatchError, GradientCheckError, PadMinWarning
+from lightning_padmin.verification import gradient_check
 
 LENGTHS = (18, 11, 15, 7, 12, 9)
 BUDGET = 40

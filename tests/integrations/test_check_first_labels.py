@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_padmin import MicroBatcher, PadMinConfig
 from lightning_padmin.errors import GradientCheckError
-from lightning_padmin.integrations import lightning_check
+from lightning_padmin.integrations.lightning import check as lightning_check
 
 LENGTHS = (14, 9, 4, 11, 6, 3, 8, 5)
 

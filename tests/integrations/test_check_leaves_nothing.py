@@ -23,11 +23,13 @@ from traces import changed, seen_of
 from transformers import TrainerCallback
 from trl_cases import qwen2
 
-from lightning_padmin.gradient_check import check_gradients
-from lightning_padmin.integrations import lightning_check, transformers_trainer, trl_engine
-from lightning_padmin.integrations.trl_offline import OfflineEngine
-from lightning_padmin.keeper import Keeper
-from lightning_padmin.microbatch import MicroBatcher
+from lightning_padmin.integrations.lightning import check as lightning_check
+from lightning_padmin.integrations.transformers import trainer as transformers_trainer
+from lightning_padmin.integrations.trl import online as trl_engine
+from lightning_padmin.integrations.trl.offline import OfflineEngine
+from lightning_padmin.microbatching.batcher import MicroBatcher
+from lightning_padmin.runtime.keeper import Keeper
+from lightning_padmin.verification.gradient_check import check_gradients
 
 QUICK = ("Qwen2", "Mixtral", "Qwen3-Next", "T5")
 OTHERS = """Llama, Gemma3, GPT-2, OPT, Bloom, Falcon, gpt-oss, Llama4, JetMoe, Mamba2, RWKV, xLSTM, Zamba2, Jamba,
@@ -202,7 +204,7 @@ def test_figures_beside_a_trainer_are_those_of_its_training(kind: str, monkeypat
     assert "log" not in vars(trainer)
     assert set(found) == {trainer.padding_stats.micro_batches if kind == "trainer" else trainer.state.global_step}
     # Negative control: only the trainer is looked at.
-    monkeypatch.setattr("lightning_padmin.isolation._BESIDE_TRAINERS", ())
+    monkeypatch.setattr("lightning_padmin.runtime.isolation._BESIDE_TRAINERS", ())
     found, trainer = beside(kind)
     ran = trainer.padding_stats.micro_batches if kind == "trainer" else trainer.state.global_step
     assert min(found[:3]) > ran

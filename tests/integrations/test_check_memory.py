@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trl_cases import qwen2
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin.isolation import ModuleState
+from lightning_padmin.runtime.isolation import ModuleState
 
 MIB = 2**20
 ADAPTERS = ("lightning", "trainer", "sft")

@@ -20,8 +20,8 @@ from lightning.fabric import Fabric, strategies
 from torch import Tensor, nn
 
 from lightning_padmin import PadMinConfig, PadMinError
+from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.errors import BatchError, ConfigError
-from lightning_padmin.guards import ArchitectureError
 from lightning_padmin.integrations.fabric import FabricPadMin, micro_batched_backward
 
 CONFIG = PadMinConfig(token_budget=support.BUDGET, launch_cost=4)

@@ -19,8 +19,8 @@ from support import LENGTHS, Module, fit, make_batch, padmin, ragged_batches, to
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_padmin import gradient_check
 from lightning_padmin.errors import GradientCheckError, PadMinWarning
+from lightning_padmin.verification import gradient_check
 
 REDUCTIONS = ("token-mean", "row-mean", "sum")
 

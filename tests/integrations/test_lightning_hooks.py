@@ -19,12 +19,12 @@ from support import Module, fit, fit_pair, padmin, ragged_batches
 from torch import Tensor, nn
 
 from lightning_padmin import PaddedForward, PadMinConfig
+from lightning_padmin.architectures.findings import ArchitectureError, inspect_model
+from lightning_padmin.architectures.gradient_hooks import GradientHookError, HookWatch
 from lightning_padmin.errors import PadMinError
-from lightning_padmin.gradient_hooks import GradientHookError, HookWatch
-from lightning_padmin.guards import ArchitectureError, inspect_model
-from lightning_padmin.integrations import lightning_loop
-from lightning_padmin.integrations.accelerate_toggle import PadMin
+from lightning_padmin.integrations.accelerate import PadMin
 from lightning_padmin.integrations.fabric import FabricPadMin
+from lightning_padmin.integrations.lightning import loop as lightning_loop
 
 CONFIG = PadMinConfig(token_budget=support.BUDGET, launch_cost=4)
 

@@ -14,8 +14,9 @@ from support import BUDGET, LENGTHS, Module, fit, make_batch, padmin, ragged_bat
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, MixtralConfig, MixtralForCausalLM
 
-from lightning_padmin import PaddedForward, model_proxy
+from lightning_padmin import PaddedForward
 from lightning_padmin.errors import GradientCheckError, PadMinWarning
+from lightning_padmin.forward import proxy as model_proxy
 
 SIZES = {
     "vocab_size": support.VOCABULARY,

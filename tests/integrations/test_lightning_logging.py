@@ -127,7 +127,7 @@ def test_logged_values_would_show_wrong_weights() -> None:
 
 def test_without_merging_a_sum_is_that_of_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what Lightning makes of one log call per micro-batch."""
-    from lightning_padmin.integrations import lightning_loop
+    from lightning_padmin.integrations.lightning import loop as lightning_loop
 
     class Unmerged(lightning_loop.LogRecorder):
         def replay(self, log: Callable[..., None]) -> None:
@@ -230,7 +230,7 @@ def test_the_loss_logged_in_on_before_backward(
     split, stock = (fit(Module(), ragged_batches(4), Logs(), *extra, **options) for extra in ([padmin()], []))
     for name in ("sent_step", "sent_epoch", "largest"):
         assert float(split.callback_metrics[name]) == pytest.approx(float(stock.callback_metrics[name]), rel=1e-6)
-    monkeypatch.setattr("lightning_padmin.integrations.lightning_merge.LossMerge.total", lambda *_: _[2])
+    monkeypatch.setattr("lightning_padmin.integrations.lightning.log_merge.LossMerge.total", lambda *_: _[2])
     last = fit(Module(), ragged_batches(4), Logs(), padmin(), **options)
     assert float(last.callback_metrics["sent_epoch"]) < 0.5 * float(stock.callback_metrics["sent_epoch"])
 
@@ -480,7 +480,7 @@ def test_where_nothing_tells_the_loss_from_the_largest_row_it_is_said() -> None:
 
 def test_without_knowing_the_loss_its_maximum_is_over_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    from lightning_padmin.integrations import lightning_merge
+    from lightning_padmin.integrations.lightning import log_merge as lightning_merge
 
     monkeypatch.setattr(lightning_merge.LossMerge, "equals", lambda *_: False)
     with pytest.raises(AssertionError):

@@ -15,7 +15,7 @@ from support import Module, loader, ragged_batches
 
 import lightning_padmin
 from lightning_padmin import Field, PadMinCallback, PadMinConfig
-from lightning_padmin.config import option_names
+from lightning_padmin.config.options import option_names
 from lightning_padmin.errors import ConfigError, PadMinWarning
 
 PARAMETERS = inspect.signature(PadMinCallback).parameters
@@ -76,7 +76,7 @@ def test_only_the_budget_may_be_positional() -> None:
 
 
 def test_the_public_name_is_the_class() -> None:
-    from lightning_padmin.integrations.lightning_callback import PadMinCallback as direct
+    from lightning_padmin.integrations.lightning.callback import PadMinCallback as direct
 
     assert lightning_padmin.PadMinCallback is direct
 

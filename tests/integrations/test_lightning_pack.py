@@ -15,10 +15,10 @@ from support import LENGTHS, Module, fit, padmin, ragged_batches, relative, toke
 from torch import Tensor, nn
 from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.errors import BatchError, ConfigError, GradientCheckError
-from lightning_padmin.guards import ArchitectureError
-from lightning_padmin.microbatch import MicroBatcher
-from lightning_padmin.pack_layout import PackMap
+from lightning_padmin.microbatching.batcher import MicroBatcher
+from lightning_padmin.microbatching.packed_layout import PackMap
 
 SIZES = {
     "vocab_size": support.VOCABULARY,
@@ -242,8 +242,10 @@ def worst_of(found: Module, wanted: Module, steps: int) -> float:
 
 @pytest.mark.parametrize("kind", [Forgetful, Head, Noisy, NeedsMask])
 def test_auto_pads_what_cannot_be_proven(kind: type[OwnLoss], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_padmin.packing.has_varlen_kernel", lambda model: True)
-    monkeypatch.setattr("lightning_padmin.pack_layout.PackMap.arguments", without_borders(PackMap.arguments))
+    monkeypatch.setattr("lightning_padmin.verification.leak.has_varlen_kernel", lambda model: True)
+    monkeypatch.setattr(
+        "lightning_padmin.microbatching.packed_layout.PackMap.arguments", without_borders(PackMap.arguments)
+    )
     stock, ours, callback = kind(), kind(), padmin(layout="auto", check="first-batch")
     fit(stock, ragged_batches(2))
     fit(ours, ragged_batches(2), callback)
@@ -258,9 +260,11 @@ def without_borders(arguments: Any) -> Any:
 
 def test_no_call_of_the_model_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the callback has decided that joint mode pads (sharded strategies), no leak test runs inside of a step."""
-    monkeypatch.setattr("lightning_padmin.packing.has_varlen_kernel", lambda model: True)
-    monkeypatch.setattr("lightning_padmin.integrations.lightning_callback._pack_gate", lambda *arguments: None)
-    monkeypatch.setattr("lightning_padmin.packing.measure_leak", lambda *arguments: pytest.fail("a leak test ran"))
+    monkeypatch.setattr("lightning_padmin.verification.leak.has_varlen_kernel", lambda model: True)
+    monkeypatch.setattr("lightning_padmin.integrations.lightning.callback._pack_gate", lambda *arguments: None)
+    monkeypatch.setattr(
+        "lightning_padmin.verification.leak.measure_leak", lambda *arguments: pytest.fail("a leak test ran")
+    )
     stock, ours, callback = Coupled(), Coupled(), padmin(layout="auto", mode="joint")
     fit(stock, ragged_batches(2))
     fit(ours, ragged_batches(2), callback)
@@ -269,8 +273,10 @@ def test_no_call_of_the_model_decides_by_itself(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_auto_packs_what_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_padmin.packing.has_varlen_kernel", lambda model: True)
-    monkeypatch.setattr("lightning_padmin.pack_layout.PackMap.arguments", without_borders(PackMap.arguments))
+    monkeypatch.setattr("lightning_padmin.verification.leak.has_varlen_kernel", lambda model: True)
+    monkeypatch.setattr(
+        "lightning_padmin.microbatching.packed_layout.PackMap.arguments", without_borders(PackMap.arguments)
+    )
     stock, ours, callback = StepLoss(), StepLoss(), padmin(layout="auto")
     fit(stock, ragged_batches(2))
     fit(ours, ragged_batches(2), callback)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_padmin import PadMinCallback, PadMinConfig, PadMinError
 from lightning_padmin.errors import BatchError, ConfigError, SchemaError
-from lightning_padmin.integrations import lightning_loop
+from lightning_padmin.integrations.lightning import loop as lightning_loop
 
 
 def assert_stock_again(trainer: pl.Trainer, stock: Any) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import Module, fit, make_batch, padmin, relative
 from torch import Tensor
 
-from lightning_padmin.guards import ArchitectureError
+from lightning_padmin.architectures.findings import ArchitectureError
 
 
 class Modelled(Module):
@@ -108,6 +108,6 @@ def test_scaled_rotary_embeddings_are_refused_beyond(name: str) -> None:
     long = [unlabelled([16, 8, 5, 4, 3])]
     fit(stock, long)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_padmin.integrations.lightning_callback.row_limit", lambda findings: None)
+        patch.setattr("lightning_padmin.integrations.lightning.callback.row_limit", lambda findings: None)
         fit(split, long, padmin(check="off", **EVERY_TOKEN | {"token_budget": 16}))
         assert relative(split.gradients[0], stock.gradients[0]) > 1e-3

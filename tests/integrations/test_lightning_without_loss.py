@@ -103,7 +103,7 @@ def test_a_penalty_stays_where_no_token_has_loss(penalty: str) -> None:
 @pytest.mark.filterwarnings("ignore:a batch has no loss tokens")
 def test_nothing_of_the_penalty_would_be_left_with_weights_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the weights of such a batch as they once were."""
-    from lightning_padmin.microbatch import MicroBatches
+    from lightning_padmin.microbatching.batcher import MicroBatches
 
     original = MicroBatches.__init__
 

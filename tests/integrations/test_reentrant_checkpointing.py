@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from trl_cases import gradient_difference, metric_difference, qwen2
 
-from lightning_padmin import sketch as sketches
 from lightning_padmin.errors import GradientCheckError
+from lightning_padmin.verification import sketch as sketches
 
 CHECKPOINTS = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 

@@ -14,7 +14,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments  # noqa: E
 
 from lightning_padmin import PadMinArguments, PadMinConfig  # noqa: E402
 from lightning_padmin.errors import ConfigError  # noqa: E402
-from lightning_padmin.integrations.transformers_trainer import PadMinTrainerMixin  # noqa: E402
+from lightning_padmin.integrations.transformers import PadMinTrainerMixin  # noqa: E402
 
 CONFIGS = ["GRPOConfig", "RLOOConfig", "SFTConfig", "DPOConfig", "RewardConfig", "KTOConfig"]
 

@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from lightning_padmin import PadMinConfig
+from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.errors import ConfigError, GradientCheckError
-from lightning_padmin.guards import ArchitectureError
-from lightning_padmin.integrations.accelerate_toggle import PadMin
+from lightning_padmin.integrations.accelerate import PadMin
 from lightning_padmin.integrations.fabric import FabricPadMin
-from lightning_padmin.integrations.transformers_trainer import PadMinTrainerMixin
+from lightning_padmin.integrations.transformers import PadMinTrainerMixin
 
 VOCABULARY = 40
 PACK = PadMinConfig(token_budget=48, layout="pack", pad_token_id=0)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from lightning_padmin import PadMinConfig
+from lightning_padmin.architectures.findings import ArchitectureError
+from lightning_padmin.architectures.gradient_hooks import GradientHookError
 from lightning_padmin.errors import ConfigError, TrainingStepError
-from lightning_padmin.gradient_hooks import GradientHookError
-from lightning_padmin.guards import ArchitectureError
-from lightning_padmin.integrations.transformers_trainer import PadMinTrainerMixin
+from lightning_padmin.integrations.transformers import PadMinTrainerMixin
 
 BUDGET = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=0)
 
@@ -306,7 +306,7 @@ def test_behind_the_mixin_with_one_chunk(tmp_path: Path) -> None:
 
 
 def test_control_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_padmin.one_loss.OneLoss._refuse", lambda *_: None)
+    monkeypatch.setattr("lightning_padmin.verification.one_loss.OneLoss._refuse", lambda *_: None)
     for kind in (FGM, SecondPassOfItsOwn, Clips, ClampsData, BoundsWeights):
         assert difference(train(behind(kind), tmp_path), train(kind, tmp_path)) > 0.05
 
@@ -438,7 +438,7 @@ def test_trl_steps_that_act_on_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
         found = trl_cases.train(ours, TWO_STEPS, trl_cases.padmin("split", token_budget=40, launch_cost=1))
         trl_cases.same(found, stock)
         assert found.trainer.padding_stats.micro_batches > 2
-    monkeypatch.setattr("lightning_padmin.integrations.trl_stock.step_of", lambda *_: None)
+    monkeypatch.setattr("lightning_padmin.integrations.trl.hooks.step_of", lambda *_: None)
     for _, ours in kinds.values():  # negative control: rows of both micro-batches regrouped
         found = trl_cases.train(ours, TWO_STEPS, trl_cases.padmin("split", token_budget=40, launch_cost=1))
         assert trl_cases.gradient_difference(found, stock) > 0.05
@@ -452,7 +452,7 @@ def test_trl_steps_that_send_their_loss_backward(monkeypatch: pytest.MonkeyPatch
     trl_cases.same(found, wanted)
     with pytest.raises(ConfigError, match=r"mode='split': Triples.training_step .*Set mode='joint'"):
         trl_cases.build(ours, ONCE, trl_cases.padmin("split", token_budget=40, launch_cost=1))
-    monkeypatch.setattr("lightning_padmin.integrations.trl_refusals.own_backward", lambda *_: None)
+    monkeypatch.setattr("lightning_padmin.integrations.trl.support.own_backward", lambda *_: None)
     found = trl_cases.train(ours, ONCE, trl_cases.padmin("split", token_budget=40, launch_cost=1))  # negative control
     assert trl_cases.gradient_difference(found, wanted) > 0.05
 

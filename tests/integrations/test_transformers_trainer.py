@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from lightning_padmin import MicroBatcher, PadMinConfig
+from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.errors import BatchError, ConfigError, GradientCheckError, PadMinWarning
-from lightning_padmin.guards import ArchitectureError
-from lightning_padmin.integrations.transformers_trainer import PadMinTrainerMixin
+from lightning_padmin.integrations.transformers import PadMinTrainerMixin
 
 VOCABULARY, PAD = 40, 0
 BUDGET = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=PAD)

@@ -12,7 +12,8 @@ pytest.importorskip("trl")
 import transformers
 import trl_cases as cases
 
-from lightning_padmin.integrations import trl_passes, trl_window
+from lightning_padmin.integrations.trl import passes as trl_passes
+from lightning_padmin.integrations.trl import window as trl_window
 
 # Older releases have no vespo, and a luspo that reads padding, which is refused (test_trl_modes.py).
 NEWER = {"vespo": (1, 0), "luspo": (1, 16)}

@@ -19,7 +19,18 @@ import trl_vision as vision
 
 from lightning_padmin import PadMinWarning
 from lightning_padmin.errors import BatchError
-from lightning_padmin.integrations import trl_images, trl_passes, trl_stock, trl_window
+from lightning_padmin.integrations.trl import (
+    hooks as trl_stock,
+)
+from lightning_padmin.integrations.trl import (
+    images as trl_images,
+)
+from lightning_padmin.integrations.trl import (
+    passes as trl_passes,
+)
+from lightning_padmin.integrations.trl import (
+    window as trl_window,
+)
 
 pytestmark = pytest.mark.skipif(cases.RELEASE < (1, 16), reason="refused, which is tested elsewhere")
 
@@ -146,7 +157,7 @@ def test_negative_control_token_types_of_other_columns(family: str, name: str, m
         changed[name] = changed[name].roll(1, dims=1)
         return changed
 
-    monkeypatch.setattr("lightning_padmin.integrations.trl_logprobs.joined", unrolled)
+    monkeypatch.setattr("lightning_padmin.integrations.trl.logprobs.joined", unrolled)
     try:
         difference = cases.gradient_difference(*both("split", ONE, family))
     except (IndexError, RuntimeError, ValueError):  # M-RoPE counts the tokens of each image

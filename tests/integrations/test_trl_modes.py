@@ -22,9 +22,9 @@ from accelerate import Accelerator
 
 from lightning_padmin import PadMinConfig, PadMinWarning
 from lightning_padmin.errors import ConfigError, PadMinError
-from lightning_padmin.integrations import trl_passes
-from lightning_padmin.integrations.trl_trainers import PadMinMixin
-from lightning_padmin.memory import OutOfMemoryError
+from lightning_padmin.integrations.trl import PadMinMixin
+from lightning_padmin.integrations.trl import passes as trl_passes
+from lightning_padmin.microbatching.memory import OutOfMemoryError
 
 PLAIN = {"loss_type": "dapo", "gradient_checkpointing": False}
 # The threshold makes the loss ask for a mask, which `Coupled` gives; stock's own keeps all rows at this one.

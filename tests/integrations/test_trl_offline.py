@@ -34,9 +34,9 @@ from trl_cases import (
 
 from lightning_padmin import PadMinConfig
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
-from lightning_padmin.integrations import trl_stock
-from lightning_padmin.integrations.trl_offline import OfflineEngine
-from lightning_padmin.integrations.trl_trainers import PadMinMixin
+from lightning_padmin.integrations.trl import PadMinMixin
+from lightning_padmin.integrations.trl import hooks as trl_stock
+from lightning_padmin.integrations.trl.offline import OfflineEngine
 
 BUDGET = PadMinConfig(token_budget=128, launch_cost=8)
 KINDS: dict[str, tuple[type, type]] = {
@@ -177,7 +177,7 @@ def test_gradients_and_metrics_are_the_stock_ones(name: str) -> None:
 
 def test_a_part_of_a_pair_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: hidden states of rows in another order."""
-    from lightning_padmin.sequence import MicroBatches
+    from lightning_padmin.microbatching.micro_batches import MicroBatches
 
     stock = train("dpo", None, qwen2)
     original = MicroBatches.restore_rows

@@ -14,9 +14,9 @@ import trl_cases as cases
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from lightning_padmin import PadMinConfig
+from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.guards import ArchitectureError
-from lightning_padmin.integrations import trl_passes
+from lightning_padmin.integrations.trl import passes as trl_passes
 
 PLAIN = {"loss_type": "dapo", "gradient_checkpointing": False}
 
@@ -116,7 +116,7 @@ def test_auto_pads_here_and_says_why() -> None:
 
 
 def test_offline_trainers_are_not_packed() -> None:
-    from lightning_padmin.integrations.trl_offline import _refuse_unsupported
+    from lightning_padmin.integrations.trl.offline import _refuse_unsupported
 
     class SFTTrainer:
         args = None

@@ -16,8 +16,10 @@ import trl_cases as cases
 
 from lightning_padmin import PadMinConfig
 from lightning_padmin.errors import BatchError, ConfigError
-from lightning_padmin.integrations import trl_images, trl_refusals, trl_stock
-from lightning_padmin.integrations.trl_trainers import PadMinGRPOTrainer, PadMinMixin, PadMinRLOOTrainer
+from lightning_padmin.integrations.trl import hooks as trl_stock
+from lightning_padmin.integrations.trl import images as trl_images
+from lightning_padmin.integrations.trl import support as trl_refusals
+from lightning_padmin.integrations.trl.mixin import PadMinGRPOTrainer, PadMinMixin, PadMinRLOOTrainer
 
 
 def test_other_trainers() -> None:

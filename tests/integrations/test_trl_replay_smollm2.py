@@ -22,7 +22,7 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin.integrations import trl_passes
+from lightning_padmin.integrations.trl import passes as trl_passes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 smollm2 = importlib.import_module("_quickstart.model")

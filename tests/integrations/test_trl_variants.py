@@ -16,8 +16,8 @@ import transformers
 import trl_cases as cases
 
 from lightning_padmin import PadMinWarning
+from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.guards import ArchitectureError
 
 # Where the loss is what varies; the other modes call it with the same arguments.
 SPLIT_AND_REPLAY = ["split", pytest.param("replay", marks=pytest.mark.slow)]

@@ -110,7 +110,7 @@ OLD = {
 TRY = """
 from lightning_padmin import PadMinConfig
 try:
-    from lightning_padmin.integrations.trl_trainers import PadMinMixin
+    from lightning_padmin.integrations.trl import PadMinMixin
 except ImportError as error:
     print(error)
 else:

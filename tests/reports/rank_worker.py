@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_padmin.distributed import exchange_all
+from lightning_padmin.distributed.collectives import exchange_all
 
 RANK = int(os.environ["LOCAL_RANK"])
 EIGHT = {"token_budget": 8}

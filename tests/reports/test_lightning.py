@@ -16,8 +16,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from support import Module, fit, fit_pair, flat_parameters, make_batch, padmin, ragged_batches, relative
 from torch import Tensor, nn
 
-from lightning_padmin import PadMinConfig, environment
-from lightning_padmin.integrations.accelerate_toggle import PadMin
+from lightning_padmin import PadMinConfig
+from lightning_padmin.config import environment
+from lightning_padmin.integrations.accelerate import PadMin
 
 
 class Decays(Module):

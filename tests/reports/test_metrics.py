@@ -13,11 +13,12 @@ import torch.distributed as dist
 from ranks import Ranks
 from support import make_batch
 
-from lightning_padmin import MicroBatcher, PaddingStats, PadMinConfig, cli
+from lightning_padmin import MicroBatcher, PaddingStats, PadMinConfig
+from lightning_padmin.cli import commands as cli
 from lightning_padmin.diagnose import reading
-from lightning_padmin.distributed import _collective_device
+from lightning_padmin.distributed.collectives import _collective_device
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.integrations.deepspeed_boundary import accumulation_boundary
+from lightning_padmin.integrations.common.deepspeed import accumulation_boundary
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_padmin import PaddedForward, PadMinConfig
-from lightning_padmin.verify import TOLERANCES
+from lightning_padmin.verification.equivalence import TOLERANCES
 
 
 class Dropping(Module):

@@ -18,8 +18,8 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin.integrations import trl_passes
-from lightning_padmin.integrations.trl_trainers import PadMinMixin
+from lightning_padmin.integrations.trl import PadMinMixin
+from lightning_padmin.integrations.trl import passes as trl_passes
 
 
 class Keeps:

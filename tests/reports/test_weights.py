@@ -14,7 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from lightning_padmin import MicroBatcher, MicroBatches, PaddedForward, PadMinConfig, PadMinWarning, verify_equivalence
-from lightning_padmin.guards import ArchitectureError, refuse_architecture
+from lightning_padmin.architectures.findings import ArchitectureError, refuse_architecture
 
 
 def given_losses(losses: list[list[float]]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from lightning_padmin.integrations.accelerate_toggle import PadMin
+from lightning_padmin.integrations.accelerate import PadMin
 
 from .ledger import Ledger
 from .runs import DEVICE, Batch, Setting, Sizes, Watch, only_largest

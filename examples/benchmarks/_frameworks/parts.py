@@ -14,15 +14,17 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 from trl import GRPOTrainer
 
-from lightning_padmin import PadMinCallback, microbatch
-from lightning_padmin.integrations import lightning_loop, trl_stock
-from lightning_padmin.integrations.accelerate_toggle import PadMin
-from lightning_padmin.integrations.lightning_check import FirstBatchCheck
-from lightning_padmin.integrations.lightning_merge import LogRecorder
-from lightning_padmin.integrations.trl_engine import Engine
-from lightning_padmin.integrations.trl_passes import Passes
-from lightning_padmin.layout import SlotMap
-from lightning_padmin.microbatch import MicroBatcher, MicroBatches
+from lightning_padmin import PadMinCallback
+from lightning_padmin.integrations.accelerate import PadMin
+from lightning_padmin.integrations.lightning import loop as lightning_loop
+from lightning_padmin.integrations.lightning.check import FirstBatchCheck
+from lightning_padmin.integrations.lightning.log_merge import LogRecorder
+from lightning_padmin.integrations.trl import hooks as trl_stock
+from lightning_padmin.integrations.trl.online import Engine
+from lightning_padmin.integrations.trl.passes import Passes
+from lightning_padmin.microbatching import batcher as microbatch
+from lightning_padmin.microbatching.batcher import MicroBatcher, MicroBatches
+from lightning_padmin.microbatching.padded_layout import SlotMap
 
 from .ledger import CHECK, FRAMEWORK, LOSS, Target
 

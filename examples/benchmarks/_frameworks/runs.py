@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_padmin import PadMinConfig
-from lightning_padmin.microbatch import MicroBatcher
+from lightning_padmin.microbatching.batcher import MicroBatcher
 
 from .ledger import PAUSED, Ledger
 

@@ -16,9 +16,9 @@ from grpo_update import tokenizer
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from lightning_padmin.integrations import trl_engine
-from lightning_padmin.integrations.trl_trainers import PadMinMixin
-from lightning_padmin.integrations.trl_window import Window
+from lightning_padmin.integrations.trl import PadMinMixin
+from lightning_padmin.integrations.trl import online as trl_engine
+from lightning_padmin.integrations.trl.window import Window
 
 from .ledger import PAUSED, Ledger
 from .runs import DEVICE, RATE, VOCABULARY, Setting, Sizes, Watch

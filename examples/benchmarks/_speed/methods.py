@@ -10,8 +10,8 @@ from typing import TypeAlias
 from transformers import PreTrainedModel
 
 from lightning_padmin import PadMinConfig, compact
-from lightning_padmin.guards import with_scan_chunk
-from lightning_padmin.microbatch import MicroBatcher
+from lightning_padmin.architectures.findings import with_scan_chunk
+from lightning_padmin.microbatching.batcher import MicroBatcher
 
 from . import packing
 from .workload import Batch, Workload, loss_tokens

@@ -1,0 +1,9 @@
+"""`FabricPadMin` for loops over Lightning Fabric."""
+
+from lightning_padmin.integrations.fabric.loop import FabricPadMin, LossFunction, micro_batched_backward
+
+__all__ = [
+    "FabricPadMin",
+    "LossFunction",
+    "micro_batched_backward",
+]

@@ -1,0 +1,379 @@
+"""`FabricPadMin`: the micro-batches of a batch in a training loop written with Lightning Fabric.
+
+Only Fabric's public interface is used. Everything that can fail, and the one collective, come before the first
+micro-batch; from then on a loop only gathers rows and decides whether gradients are reduced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+try:
+    from lightning.fabric import Fabric
+except ImportError as error:
+    raise ImportError('FabricPadMin needs Lightning: pip install "lightning-padmin[lightning]"') from error
+
+import numpy as np
+import torch
+from lightning.fabric.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.wrappers import is_wrapped
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_padmin.architectures import (
+    ArchitectureError,
+    HookWatch,
+    batch_statistics,
+    inspect_model,
+    is_encoder_decoder,
+    row_limit,
+    with_scan_chunk,
+)
+from lightning_padmin.batch import iter_leaves
+from lightning_padmin.config import PadMinConfig, as_config
+from lightning_padmin.distributed import PATIENCE_OF_LOOPS, Exchange, announce, exchange_all, exchange_alone
+from lightning_padmin.errors import ConfigError, SchemaError
+from lightning_padmin.microbatching import LoopGuard, MicroBatch, MicroBatcher
+from lightning_padmin.stats import PaddingStats
+from lightning_padmin.verification import refuse_unproven
+
+__all__ = ["FabricPadMin", "micro_batched_backward"]
+
+_FIX_OF_HOOKS = "Do that once per batch, behind the loop over micro_batches and before optimizer.step()"
+LossFunction = Callable[[Any], Tensor]
+
+
+class FabricPadMin:
+    """Rolls, trims and splits the batches of a Fabric training loop into micro-batches under a token budget.
+
+    Gradients, clipping and optimizer steps are those of the whole batch. One object per training loop; it counts, and
+    remembers what it has already checked. Works on one device, with DDP, FSDP, and ModelParallelStrategy (FSDP2).
+
+    Args:
+        fabric: the `Fabric` of the loop; it may still have to be launched.
+        config: the options; default: `PadMinConfig()`. With `enabled=False` every batch comes back as it is.
+        defer_sync: True: gradients are reduced over ranks in the last micro-batch of a step only. False: in every
+            micro-batch, which gives the same gradients. None: True for DDP, where deferring costs nothing, and False
+            for FSDP, which while it waits holds un-sharded gradients of the whole model on every device.
+            ModelParallelStrategy cannot defer safely: what it has not reduced yet survives `zero_grad`.
+
+    Attributes:
+        stats: `PaddingStats` of this rank, over all batches whose loop ran to its end.
+
+    Raises:
+        ConfigError: `fabric`, `config` or `defer_sync` is something else, or the strategy is not supported.
+
+    Example:
+        >>> pad = FabricPadMin(fabric, PadMinConfig(token_budget=16_384))
+        >>> for batch in loader:
+        ...     for micro, weight in pad.micro_batches(batch, model):
+        ...         fabric.backward(model(**micro).loss * weight)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> fabric.log_dict(pad.metrics(), step)
+    """
+
+    def __init__(self, fabric: Fabric, config: PadMinConfig | None = None, *, defer_sync: bool | None = None) -> None:
+        self.config = as_config(config)
+        if not isinstance(fabric, Fabric):
+            raise ConfigError(
+                f"fabric={fabric!r}: expected a lightning.fabric.Fabric (with a Trainer use PadMinCallback, in a plain "
+                "loop iter_micro_batches)"
+            )
+        if not isinstance(defer_sync, bool | None):
+            raise ConfigError(f"defer_sync={defer_sync!r}: expected True, False or None")
+        if self.config.enabled:
+            _refuse_strategy(fabric.strategy, defer_sync)
+            refuse_unproven(self.config, "FabricPadMin.micro_batches")
+        self.fabric = fabric
+        self.stats = PaddingStats()
+        self._since_metrics, self._agreed = PaddingStats(), False
+        is_sharded = isinstance(fabric.strategy, FSDPStrategy | ModelParallelStrategy)
+        self._defer_sync = not is_sharded if defer_sync is None else defer_sync
+        self._batchers: weakref.WeakKeyDictionary[nn.Module, MicroBatcher] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, HookWatch] = weakref.WeakKeyDictionary()
+        self._loops = LoopGuard()
+
+    def micro_batches(self, batch: Any, model: nn.Module, *, is_accumulating: bool = False) -> Iterator[MicroBatch]:
+        """The micro-batches of one batch, for one forward pass and one `fabric.backward(loss * weight)` each.
+
+        The batch is planned, and all ranks agree, before this method returns. Forward and backward pass both belong
+        into the body of the loop, which must run to its end: whether gradients are reduced is switched around it.
+
+        Args:
+            batch: this rank's batch, on its device; it is only read.
+            model: what `fabric.setup` or `fabric.setup_module` returned.
+            is_accumulating: more batches follow before the optimizer steps. Where reducing gradients is deferred (see
+                `defer_sync`), no micro-batch of this batch reduces them, so the last batch of a step must be given
+                False. Divide the losses by the number of batches yourself, as without this library.
+
+        Returns:
+            An iterator; unpack each item as `micro, weight`. With `enabled=False` the batch itself, with weight 1.0.
+
+        Raises:
+            ConfigError: `model` was not set up by Fabric, or `is_accumulating` is no bool.
+            PadMinError: on every rank when any rank has a batch that cannot be planned, a model that cannot be split
+                (batch normalization in training mode, say), or a previous loop that was left before its end.
+        """
+        if not isinstance(is_accumulating, bool):
+            raise ConfigError(f"is_accumulating={is_accumulating!r}: expected True or False")
+        if not is_wrapped(model) or not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model={type(model).__name__}: expected what Fabric returned: model = fabric.setup_module(model)"
+            )
+        if not self._agreed:  # once: a rank that splits would wait for one that does not
+            self._agreed = True
+            announce("FabricPadMin", self.config).agree(PATIENCE_OF_LOOPS)
+        # With a static graph DistributedDataParallel cannot be told to wait.
+        may_wait = self._defer_sync and not _has_static_graph(model)
+
+        @contextmanager
+        def around(micro: MicroBatch) -> Iterator[None]:
+            waits = may_wait and (is_accumulating or not micro.is_last)
+            with ExitStack() as stack:
+                if model in self._hooks:
+                    stack.enter_context(self._hooks[model].around(micro.index, micro.count))
+                stack.enter_context(self.fabric.no_backward_sync(model) if waits else nullcontext())
+                yield
+
+        if not self.config.enabled:
+            untouched = MicroBatch(batch, 1.0, np.empty(0, dtype=np.int64), 0, 1)
+            return LoopGuard().start([untouched], around, lambda: None)
+        planned = self._batcher(model).prepare(batch)
+        self._mend_synchronisation(model)
+        return self._loops.start(planned, around, partial(self._count, planned.stats))
+
+    def backward(self, batch: Any, model: nn.Module, loss_fn: LossFunction, *, is_accumulating: bool = False) -> Tensor:
+        """The loop over `micro_batches` with its backward passes, for a loss that is all there is to a step.
+
+        Unlike a loop of your own it also gets over a batch without any loss tokens, whose mean loss is 0/0: gradients
+        of zero then flow back from the tensors that calling `model` gave, so that no rank waits for another.
+
+        Args:
+            batch: this rank's batch, on its device; it is only read.
+            model: what `fabric.setup` or `fabric.setup_module` returned.
+            loss_fn: takes a micro-batch of the batch's own type, calls `model`, returns the loss, one number.
+            is_accumulating: as for `micro_batches`.
+
+        Returns:
+            (), the loss of the whole batch on this rank, detached.
+
+        Raises:
+            ConfigError: `loss_fn` returns something else, besides what `micro_batches` refuses.
+            PadMinError: as `micro_batches` does, before the first call of `loss_fn`.
+        """
+        total: Tensor | None = None
+        for micro in self.micro_batches(batch, model, is_accumulating=is_accumulating):
+            loss = _weighted_loss(micro, model, loss_fn)
+            part = loss.detach().clone()  # a copy: scaled precision may change the loss in place
+            total = part if total is None else total + part
+            self.fabric.backward(loss)
+        assert total is not None
+        return total
+
+    def discard(self) -> None:
+        """Forgets a loop that was left before its end on purpose, and lets gradients be reduced again.
+
+        After an error that you survive (a batch that ran out of memory, say): this, and `optimizer.zero_grad()`. If
+        other ranks finished that batch, they wait for this one's gradients; that cannot be mended here.
+        """
+        self._loops.discard()
+
+    def metrics(self) -> dict[str, float | int]:
+        """What the batches since the last call cost: counts over all ranks first, ratios last.
+
+        A collective: call it on every rank, between batches.
+
+        Returns:
+            `padmin/waste` and the others (with the prefix `log_prefix`), the same on every rank, ready for
+            `fabric.log_dict`. Empty where no batch has been finished, and with `enabled=False`.
+        """
+        if not self.config.enabled:
+            return {}
+        merged = PaddingStats.merge_ranks(self._metrics_exchange()(self._since_metrics.as_counts()))
+        self._since_metrics = PaddingStats()
+        return merged.metrics(self.config.log_prefix) if merged.batches else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters of this rank, so that this object can be part of the state given to `fabric.save`."""
+        return {"stats": self.stats.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on counting.
+
+        Raises:
+            PadMinError: a count is unknown or no integer.
+        """
+        if "stats" in state_dict:
+            self.stats.load_state_dict(state_dict["stats"])
+
+    def _batcher(self, model: nn.Module) -> MicroBatcher:
+        """One per model, since an encoder-decoder's labels run along the decoder."""
+        if model not in self._batchers:
+            exchange = exchange_all if self.fabric.world_size > 1 else exchange_alone
+            # A reference to the model would keep the dictionary's weak key alive for ever.
+            check = partial(self._check, weakref.ref(model), [])
+            original = _original(model)
+            self._hooks[model] = HookWatch(_FIX_OF_HOOKS)
+            self._batchers[model] = MicroBatcher(
+                with_scan_chunk(self.config, original),
+                exchange=exchange,
+                encoder_decoder=is_encoder_decoder(original),
+                before_reading=check,
+                row_limit=row_limit(inspect_model(original)),
+            )
+        return self._batchers[model]
+
+    def _check(self, model: weakref.ref[nn.Module], seen: list[bool]) -> None:
+        """What must hold before a batch is read; all ranks hear of an error."""
+        self._loops.refuse_unfinished()
+        module = model()
+        assert module is not None
+        original = _original(module)
+        wrong = batch_statistics(original)
+        if wrong is not None:
+            raise ArchitectureError(wrong)
+        if not seen:
+            for finding in inspect_model(original):
+                if finding.severity == "refuse" and finding.exact_up_to is None:
+                    raise ArchitectureError(f"{finding.where}: {finding.reason}")
+                if finding.severity != "refuse":
+                    rank_zero_info(f"FabricPadMin: {finding.where}: {finding.reason}")
+            seen.append(True)
+        self._hooks[module].look(original, wrapper=module)
+
+    def _count(self, stats: PaddingStats) -> None:
+        self.stats = self.stats + stats
+        self._since_metrics = self._since_metrics + stats
+
+    def _mend_synchronisation(self, model: nn.Module) -> None:
+        """Fabric's context for FSDP2, entered with enabled=False, leaves gradients un-reduced for good when it ends.
+
+        That is how its documentation accumulates, so a training loop may well have done it before. Ended after
+        enabled=True, the context has them reduced again.
+        """
+        if isinstance(self.fabric.strategy, ModelParallelStrategy):
+            with self.fabric.no_backward_sync(model):
+                pass
+
+    def _metrics_exchange(self) -> Exchange:
+        if self.fabric.world_size == 1:
+            return exchange_alone
+        strategy = self.fabric.strategy
+        if isinstance(strategy, ModelParallelStrategy):
+            # Ranks of one tensor-parallel group share a batch, which is to be counted once.
+            return partial(exchange_all, group=strategy.device_mesh["data_parallel"].get_group())
+        return exchange_all
+
+
+def micro_batched_backward(
+    fabric: Fabric, model: nn.Module, batch: Any, loss_fn: LossFunction, config: PadMinConfig | None = None
+) -> Tensor:
+    """Forward and backward passes for one batch, split into micro-batches; see `FabricPadMin.backward`.
+
+    Nothing is remembered between calls. In a training loop make one `FabricPadMin` and call its `backward`, which
+    inspects the model once, says each warning once, and has metrics.
+
+    Args:
+        fabric: the `Fabric` that has set up `model`.
+        model: what `fabric.setup` or `fabric.setup_module` returned.
+        batch: this rank's batch, on its device; it is only read.
+        loss_fn: takes a micro-batch of the batch's own type, calls `model`, returns the loss, one number.
+        config: the options; default: `PadMinConfig()`.
+
+    Returns:
+        (), the loss of the whole batch on this rank, detached.
+
+    Raises:
+        PadMinError: before the first call of `loss_fn`, on every rank when any rank has one.
+    """
+    return FabricPadMin(fabric, config).backward(batch, model, loss_fn)
+
+
+def _refuse_strategy(strategy: object, defer_sync: bool | None) -> None:
+    name = type(strategy).__name__
+    if isinstance(strategy, ModelParallelStrategy) and defer_sync:
+        raise ConfigError(
+            f"defer_sync=True with {name}: FSDP2 keeps gradients that it has not reduced where zero_grad does not "
+            "reach, so a batch that is given up (after an error, say) would be part of the next step. Leave defer_sync "
+            "out: reducing in every micro-batch gives the same gradients"
+        )
+    if isinstance(strategy, DeepSpeedStrategy):
+        raise ConfigError(
+            f"strategy={name}: DeepSpeed's engine counts backward passes and reduces gradients after a fixed number of "
+            "them (gradient_accumulation_steps), while the number of micro-batches differs from batch to batch. Use "
+            "DDPStrategy, FSDPStrategy or ModelParallelStrategy, or PadMinConfig(enabled=False)"
+        )
+    known = SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy
+    if not isinstance(strategy, known) or isinstance(strategy, SingleDeviceXLAStrategy):
+        raise ConfigError(
+            f"strategy={name}: FabricPadMin does not know when it reduces gradients, so it cannot promise those of the "
+            "whole batch. Use one device, DDPStrategy, FSDPStrategy or ModelParallelStrategy, or "
+            "PadMinConfig(enabled=False)"
+        )
+
+
+def _has_static_graph(model: nn.Module) -> bool:
+    return any(isinstance(child, DistributedDataParallel) and child.static_graph for child in model.modules())
+
+
+def _original(model: nn.Module) -> nn.Module:
+    """The user's own module inside of what Fabric returned (compiled or not)."""
+    module = model.module
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _weighted_loss(micro: MicroBatch, model: nn.Module, loss_fn: LossFunction) -> Tensor:
+    if micro.weight != 0 and micro.has_loss:
+        return _one_number(loss_fn(micro.batch)) * micro.weight
+    with _collected_outputs(model) as outputs:
+        loss = _one_number(loss_fn(micro.batch))
+    if torch.isfinite(loss) or not outputs:
+        return loss * micro.weight
+    # 0/0, a mean over no tokens. Its derivative is not finite either, so zeros must start further down: at what the
+    # model returned, since strategies wait for gradients there.
+    return torch.stack([(output * 0).sum().to(loss) for output in outputs]).sum()
+
+
+@contextmanager
+def _collected_outputs(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Finite tensors with a gradient that calling `model` returns meanwhile."""
+    found: list[Tensor] = []
+
+    def collect(module: nn.Module, arguments: Any, outputs: Any) -> None:
+        found.extend(leaf for leaf in _tensors(outputs) if leaf.requires_grad and torch.isfinite(leaf).all())
+
+    handle = model.register_forward_hook(collect)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    try:
+        return [leaf for _, leaf in iter_leaves(outputs) if isinstance(leaf, Tensor)]
+    except SchemaError:  # an object of the user's own
+        return []
+
+
+def _one_number(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ConfigError(f"loss_fn returned {found}: expected the loss of the micro-batch, a tensor of one number")
+    return loss.reshape(())

@@ -1,0 +1,7 @@
+"""`PadMinMixin` for TRL's trainers: GRPO, RLOO, SFT, DPO, Reward, KTO."""
+
+from lightning_padmin.integrations.trl.mixin import PadMinMixin
+
+__all__ = [
+    "PadMinMixin",
+]

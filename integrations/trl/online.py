@@ -1,0 +1,449 @@
+"""What stands behind `PadMinMixin`: plans, modes, and where a trainer is in its accumulation window."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_padmin.architectures import (
+    ArchitectureError,
+    GradientHookError,
+    HookWatch,
+    batch_statistics,
+    inspect_model,
+    reenters,
+    row_limit,
+    with_scan_chunk,
+)
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.distributed import Exchange, board_alone, board_of_all, exchange_all, exchange_alone
+from lightning_padmin.errors import ConfigError, PadMinError, PadMinWarning, PeerError, TrainingStepError
+from lightning_padmin.integrations.trl import hooks as trl_stock
+from lightning_padmin.integrations.trl import images as trl_images
+from lightning_padmin.integrations.trl.check import READS_PADDING, Verdict, refuse_readers_of_padding, separates
+from lightning_padmin.integrations.trl.logprobs import (
+    Given,
+    Scores,
+    StockFunction,
+    first_tokens,
+    score_all,
+    score_chunk,
+)
+from lightning_padmin.integrations.trl.passes import Passes
+from lightning_padmin.integrations.trl.support import (
+    SHARDS_WHAT_SEES,
+    choose_mode,
+    refuse_config,
+    refuse_model,
+    refuse_trainer,
+    shards_what_sees,
+)
+from lightning_padmin.integrations.trl.window import Window
+from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, OutOfMemoryError
+from lightning_padmin.stats import PaddingStats
+from lightning_padmin.verification import OneLoss, PackGate, gate_of
+
+_NO_LIMIT = 2**40
+_COUPLES = "gradients of the loss at the log-probs change by {:.2g} when rows are split, so it couples rows"
+_NOT_OF_LOG_PROBS = (
+    "the loss has a part that does not come from the log-probs of its rows: it runs the model itself, asks for "
+    "log-probs twice, penalises parameters, or draws random numbers"
+)
+
+_NOT_POOLED = (
+    "your class has its own _prepare_inputs, and what it makes of later micro-batches is not known in time: rows of "
+    "each are regrouped by themselves, not those of the whole accumulation window, which would leave less padding"
+)
+_FIX_OF_STEPS = "Set mode='joint', where its step runs as without PadMinMixin, or use PadMinConfig(enabled=False)"
+
+
+class Engine:
+    """Runs the passes of one trainer in chunks.
+
+    Args:
+        trainer: of TRL, fully constructed.
+        config: the options; those about names of entries and the reduction of the loss do not matter: both are TRL's.
+        stock_scores: the trainer's own log-prob function.
+
+    Attributes:
+        mode: `"split"`, `"joint"` or `"replay"`.
+        stats: counts of this rank's training passes.
+    """
+
+    def __init__(self, trainer: Any, config: PadMinConfig, stock_scores: StockFunction) -> None:
+        refuse_config(config)
+        refuse_trainer(trainer)
+        findings = inspect_model(trainer.model)
+        refuse_model(findings)
+        self._trainer, self._wanted, self._stock_scores = trainer, config.mode, stock_scores
+        self._hooks, self._agreed_on_hooks = HookWatch(self._fix_of_hooks), False
+        self._losses = OneLoss(type(trainer), _FIX_OF_STEPS)
+        self._said: set[str] = set()
+        self._config = with_scan_chunk(_for_rows(config), trainer.model)
+        self._row_limit = row_limit(findings)
+        self._batchers: dict[int, MicroBatcher] = {}
+        self._gate = _pack_gate(trainer, config, self._say)
+        self.mode, why = choose_mode(trainer, config.mode)
+        self._checked = config.check == "off" or self.mode == "joint"
+        self._may_read_padding = config.check != "off"
+        self._as_stock = shards_what_sees(trainer)
+        self._given: Given | None = None
+        self.stats, self._unlogged = PaddingStats(), PaddingStats()
+        self.reset()
+        for finding in findings:
+            if finding.severity == "correct":
+                self._say(f"{finding.where}: {finding.reason}")
+        if self._as_stock:
+            self._say(SHARDS_WHAT_SEES)
+        elif why:
+            self._say(f"mode={self.mode!r}: {why}")
+
+    def reset(self) -> None:
+        """Forgets the window that is under way."""
+        self._passes: Passes | None = None
+        self._position = 0  # of the next step in its accumulation window
+
+    # Forward passes: reference, old policy, and training in joint mode.
+
+    def scores(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **options: Any
+    ) -> tuple[Any, ...]:
+        """The log-prob function, in chunks."""
+        stock = self._stock_scores
+        given = self._given
+        if self._as_stock:
+            return stock(model, input_ids, attention_mask, logits_to_keep, *args, **options)
+        if args:
+            options = dict(zip(trl_stock.optional_names(stock), args, strict=False)) | options
+        if given is not None and given.is_for(model, input_ids):
+            trl_images.refuse_unknown(options)
+            return given.take()
+        rows = options.pop("batch_size", None) or len(input_ids)
+        along = {name: options.pop(name, None) for name in (*trl_images.NAMES, *trl_stock.POSITIONS)}
+        images: dict[str, list[Any]] = {}
+
+        def tokens() -> dict[str, Any]:
+            trl_images.refuse_unknown(options)
+            images.update(trl_images.by_row(along))
+            positions = {name: along[name] for name in trl_stock.POSITIONS if along[name] is not None}
+            return {"input_ids": input_ids, "attention_mask": attention_mask, **positions, **images}
+
+        config = self._with_budget(rows * input_ids.shape[1])
+        if options.get("compute_aux_loss"):
+            # The balance loss of experts is one of all rows together: rolled and trimmed, but not split.
+            config = replace(config, token_budget=_NO_LIMIT, launch_cost=_NO_LIMIT, max_rows=None)
+        training = torch.is_grad_enabled()
+        no_sync = self._no_sync_of(model) if training else None
+        batches = self._batcher(config, min_micro_batches=0).prepare_made(tokens)
+        self._look_at_prompts(first_tokens(batches.table, logits_to_keep))
+        order = trl_images.in_order(batches.slot_maps, images.get("num_images"))
+        guard = MemoryGuard(batches, rank=self._rank)
+        outputs = score_all(stock, model, batches, logits_to_keep, options, order, guard, no_sync)
+        if training:
+            completion = attention_mask[:, -logits_to_keep:]
+            self._count(replace(batches.stats, loss_tokens=int(completion.sum())))
+            if self._may_read_padding and not completion.all():
+                self._may_read_padding = False  # the first pass that can tell does
+                outputs = (*refuse_readers_of_padding(outputs[:2], completion == 0), *outputs[2:])
+        return outputs
+
+    def _look_at_prompts(self, first: np.ndarray[Any, Any]) -> None:
+        if (first < 1).any():
+            self._say(
+                "a row has an empty prompt: its first completion token was predicted from padding, and rolled it has "
+                "nothing before it, so its log-prob is not that of the trainer without PadMinMixin"
+            )
+
+    def _batcher(self, config: PadMinConfig, min_micro_batches: int) -> MicroBatcher:
+        """Kept between batches, so that it says things once; the budget may follow the width of the batch.
+
+        Passes that only score (0) have one of their own: those that train take more memory.
+        """
+        if min_micro_batches not in self._batchers:
+            self._batchers[min_micro_batches] = MicroBatcher(
+                config,
+                exchange=self._exchange,
+                row_limit=self._row_limit,
+                min_micro_batches=max(1, min_micro_batches),
+                gate=self._gate,
+            )
+        batcher = self._batchers[min_micro_batches]
+        batcher.config = config
+        return batcher
+
+    def _with_budget(self, slots: int) -> PadMinConfig:
+        return self._config if self._config.token_budget is not None else replace(self._config, token_budget=slots)
+
+    @property
+    def _rank(self) -> int:
+        rank: int = self._trainer.accelerator.process_index
+        return rank
+
+    @property
+    def _exchange(self) -> Exchange:
+        return exchange_all if self._trainer.accelerator.num_processes > 1 else exchange_alone
+
+    def _no_sync_of(self, model: Any) -> Callable[[], AbstractContextManager[Any]] | None:
+        """Only DistributedDataParallel is told to wait; FSDP reduces in every backward pass."""
+        if trl_stock.distributed_type(self._trainer) not in ("MULTI_GPU", "MULTI_CPU"):
+            return None
+        return partial(self._trainer.accelerator.no_sync, model)
+
+    # The training pass, chunk by chunk.
+
+    def step_in_place_of(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`training_step`, which does the current step's share of the window."""
+        if self._as_stock:
+            return stock
+        return partial(self._whole_step if self.mode == "joint" else self._step, stock)
+
+    def _whole_step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """Joint: one backward pass for a stock micro-batch, in which hooks on parameters fire as ever.
+
+        But where checkpoints are passes of their own, they fire once for each chunk.
+        """
+        _refuse_now(model)
+        own = self._trainer.accelerator.unwrap_model(model)
+        self._hooks.look(own, [own], parameters=reenters(own))
+        with self._hooks.around(0, 2):
+            return stock(model, inputs, num_items_in_batch)
+
+    def _hooks_call_for_joint(self, model: Any) -> bool:
+        """Whether a hook acts on whole gradients, so that the window has to run in joint mode."""
+        error: GradientHookError | None = None
+        try:
+            self._hooks.look(self._trainer.accelerator.unwrap_model(model), wrapper=model)
+        except GradientHookError as caught:
+            error = caught
+        found = [int(error is not None)]
+        if not self._agreed_on_hooks:  # later on, ranks do the same by themselves
+            self._agreed_on_hooks = True
+            found = self._exchange(found)[:, 0].tolist()
+        if not any(found):
+            return False
+        if self._wanted != "auto":
+            raise error or PeerError("another rank refused a hook on gradients; its message stands in that rank's log")
+        self.mode = "joint"
+        self._say(f"mode='joint': {error or 'another rank has a hook on gradients'}")
+        return True
+
+    def _fix_of_hooks(self) -> str:
+        if self.mode == "joint":
+            return "Checkpoint with gradient_checkpointing_kwargs={'use_reentrant': False}"
+        return "" if self._wanted == "auto" else "Set mode='joint' or mode='auto'"
+
+    def _step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        _refuse_now(model)
+        if self._passes is None and self._hooks_call_for_joint(model):
+            return self._whole_step(stock, model, inputs, num_items_in_batch)
+        trainer, began = self._trainer, time.perf_counter()
+        ends = trainer.accelerator.sync_gradients
+        try:
+            _to_training_mode(trainer, model)
+            inputs = trainer._prepare_inputs(inputs)
+            if self._passes is None:
+                self._passes = self._open(model, inputs, num_items_in_batch)
+            # Inputs are prepared once per step, though a step has several passes.
+            with trl_stock.replaced(trainer, _prepare_inputs=lambda prepared: prepared):
+                if self._passes is not None:
+                    loss = self._run_chunks(stock, model, inputs, num_items_in_batch, began)
+                else:
+                    trl_stock.count_time(trainer, time.perf_counter() - began)
+                    loss = stock(model, inputs, num_items_in_batch)
+        except BaseException as error:
+            self.reset()
+            if isinstance(error, OutOfMemoryError | PeerError | TrainingStepError | GradientHookError):
+                model.zero_grad(set_to_none=True)  # gradients of a part of a batch
+            raise
+        self._position = 0 if ends else self._position + 1
+        return loss
+
+    def _run_chunks(
+        self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any, began: float
+    ) -> Tensor:
+        passes, trainer = self._passes, self._trainer
+        assert passes is not None
+        window = passes.window
+        if window.entries[window.step].inputs is not inputs:
+            raise PadMinError(
+                "the trainer's generated batch was replaced in the middle of an accumulation window, whose rows have "
+                "been regrouped already. Use mode='joint'"
+            )
+        chunks = window.chunks()
+        own = trainer.accelerator.unwrap_model(model)
+
+        @contextmanager
+        def around(chunk: int) -> Iterator[None]:
+            compute_loss = self._losses.of(passes.loss_of(chunk))
+            hooks = self._hooks.around(window.order.index(chunk), len(window.order))
+            with passes.guard.around(chunk), hooks, trl_stock.replaced(trainer, compute_loss=compute_loss):
+                yield
+
+        for chunk in chunks[:-1]:
+            with around(chunk), self._waiting(model):
+                trl_stock.plain_training_step(trainer, model, inputs, num_items_in_batch)
+        trl_stock.count_time(trainer, time.perf_counter() - began)
+        with around(chunks[-1]), self._losses.chunk(own):
+            loss = stock(model, inputs, num_items_in_batch)
+        window.step += 1
+        if window.step == len(window.entries):
+            self._passes = None
+        return loss
+
+    def _waiting(self, model: Any) -> AbstractContextManager[Any]:
+        return (self._no_sync_of(model) or nullcontext)()
+
+    def _open(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any) -> Passes | None:
+        """The passes of the window that begins with this step; None if it has to run in joint mode."""
+        trainer = self._trainer
+        entries = trl_stock.upcoming(trainer, inputs, self._position)
+        if trl_stock.prepares_itself(type(trainer)):
+            self._say(_NOT_POOLED)
+        slots = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+        window = Window(entries, self._batcher(self._with_budget(slots), min_micro_batches=len(entries)))
+        self._look_at_prompts(first_tokens(window.batches.table, window.completion))
+        # As it is now: while chunks run, an attribute of the trainer stands in its place.
+        loss = partial(self._stock_loss, trainer.compute_loss, num_items_in_batch)
+        tells = trl_stock.distributed_type(trainer) != "FSDP"  # whose passes are collective
+        board = board_of_all() if tells and window.batches.grows else board_alone
+        guard = MemoryGuard(window.batches, board, self._rank, last=window.order[-1])
+        passes = Passes(trainer, window, partial(self._score, model, window), partial(loss, model), guard)
+        if not self._checked and (self.mode == "replay" or len(window.batches) > 1):
+            self._check(model, passes)
+            if self.mode == "joint":
+                return None
+        if self.mode == "replay":
+            passes.take_gradients(ends_window=self._ends_with(window))
+        self._count(window.stats)
+        return passes
+
+    def _ends_with(self, window: Window) -> bool:
+        """Whether an optimizer step follows upon the window."""
+        steps: int = self._trainer.current_gradient_accumulation_steps
+        return self._position + len(window.entries) == steps
+
+    def _score(self, model: Any, window: Window, chunk: int) -> Scores:
+        scores = score_chunk(
+            self._stock_scores,
+            model,
+            window.batches[chunk],
+            window.batches.slot_maps[chunk],
+            window.completion,
+            {"compute_entropy": True},
+        )
+        self._rest = len(scores.rest)
+        return scores
+
+    def _stock_loss(
+        self, compute_loss: Any, num_items_in_batch: Any, model: Any, inputs: Mapping[str, Any], values: Any
+    ) -> tuple[Tensor, Given]:
+        """The trainer's own loss of one stock micro-batch, with these log-probs and entropies."""
+        given = Given(model, (*values, *[None] * self._rest))
+        before, self._given = self._given, given
+        try:
+            with self._trainer.compute_loss_context_manager():
+                return compute_loss(model, inputs, num_items_in_batch=num_items_in_batch), given
+        finally:
+            self._given = before
+
+    # What may be split.
+
+    def _check(self, model: Any, passes: Passes) -> None:
+        """Finds out on the first window that can tell whether the loss separates; all ranks agree on it."""
+        with self._waiting(model):
+            verdict, difference = separates(self._trainer, model, passes, need_rows=self.mode == "split")
+        verdict = Verdict(int(self._exchange([verdict])[:, 0].max()))
+        self._checked = verdict != Verdict.CANNOT_TELL
+        if verdict <= Verdict.SEPARATES:
+            return
+        if verdict == Verdict.READS_PADDING:
+            raise ConfigError(READS_PADDING)
+        coupled = verdict == Verdict.COUPLES
+        why = _COUPLES.format(difference) if coupled else _NOT_OF_LOG_PROBS
+        fix = "replay" if coupled else "joint"
+        if self._wanted != "auto":
+            raise ConfigError(f"mode={self._wanted!r}: {why}. Set mode={fix!r} or mode='auto'")
+        self.mode = fix
+        self._say(f"mode={fix!r}: {why}")
+
+    # Metrics.
+
+    def _count(self, stats: PaddingStats) -> None:
+        self.stats = self.stats + stats
+        self._unlogged = self._unlogged + stats
+
+    def metrics(self) -> dict[str, float | int]:
+        """`padmin/*` since the last call, over all ranks; to be called on every rank."""
+        merged = PaddingStats.merge_ranks(self._exchange(self._unlogged.as_counts()))
+        self._unlogged = PaddingStats()
+        return merged.metrics(self._config.log_prefix) if merged.batches else {}
+
+    def _say(self, words: str) -> None:
+        """Once, on the main process."""
+        if words not in self._said:
+            self._said.add(words)
+            if self._trainer.accelerator.is_main_process:
+                warnings.warn(f"PadMinMixin: {words}", PadMinWarning, stacklevel=3)
+
+
+def _pack_gate(trainer: Any, config: PadMinConfig, say: Callable[[str], None]) -> PackGate | None:
+    """What decides whether rows are packed; None where they are not.
+
+    Raises:
+        ConfigError: `layout="pack"` where that is not supported.
+    """
+    if config.layout == "pad":
+        return None
+    sees = getattr(trainer, "processing_class", None)
+    why = None
+    if trl_stock.distributed_type(trainer) == "FSDP":
+        why = "under FSDP the passes of the leak test are collective, which was not tried"
+    elif hasattr(sees, "image_processor"):
+        why = "a trainer with a processor may get images, whose rows are not packed"
+    if why is not None and config.layout == "pack":
+        raise ConfigError(f"layout='pack': {why}. Use layout='pad'")
+    if why is not None:
+        return None
+    models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
+    unwrapped = {name: trainer.accelerator.unwrap_model(model) for name, model in models.items() if model is not None}
+    told = say if config.layout == "auto" else None
+    return gate_of(unwrapped, config, trainer.accelerator.autocast, told, wants_gradients=True)
+
+
+def _for_rows(config: PadMinConfig) -> PadMinConfig:
+    """The options, for batches of `input_ids`, `attention_mask` and images, whose rows all count the same."""
+    own = PadMinConfig()
+    return replace(
+        config,
+        loss_reduction="row-mean",
+        normalize="rank",
+        label_shift=None,
+        mask_key=own.mask_key,
+        labels_key=own.labels_key,
+        loss_mask_key=None,
+        batch_schema=trl_images.FIELDS,
+        static_keys=(),
+    )
+
+
+def _refuse_now(model: Any) -> None:
+    """What hooks and modes of modules make of a model in the course of a training."""
+    wrong = batch_statistics(model)
+    if wrong is not None:
+        raise ArchitectureError(wrong)
+
+
+def _to_training_mode(trainer: Any, model: Any) -> None:
+    """As the stock step does before it prepares inputs."""
+    model.train()
+    if callable(getattr(trainer.optimizer, "train", None)):
+        trainer.optimizer.train()

@@ -1,0 +1,4 @@
+from lightning_padmin.cli.commands import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,55 @@
+"""Does training stay the same? Measured on the user's own model, step and data.
+
+Declarations and families (see `architectures`) are not proofs. Here the step itself is run on a few rows, together,
+apart and alone, and gradients are compared; what differs is explained in words that name the declaration or module to
+change.
+
+    gradient_check  the first-batch check
+    passes          how its passes are run, alone or under sharding
+    probe           which rows and what padding it runs on
+    sketch          gradients compared without a copy of them
+    explain         findings in words
+    leak            whether a model keeps packed rows apart, and who may pack
+    pack_check      the check of the step on packs
+    one_loss        a trainer's own step, watched
+    equivalence     `verify_equivalence`, for the command line and for tests
+"""
+
+from lightning_padmin.verification.equivalence import Report, verify_equivalence
+from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
+from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
+from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_of
+from lightning_padmin.verification.pack_check import PackCheck
+from lightning_padmin.verification.passes import difference_over_ranks, sketched_shards
+from lightning_padmin.verification.sketch import (
+    OnlyBackwardError,
+    Sketches,
+    difference,
+    scales,
+    sizes,
+    sketched_gradients,
+)
+
+__all__ = [
+    "Advice",
+    "OneLoss",
+    "OnlyBackwardError",
+    "Outcome",
+    "PackCheck",
+    "PackGate",
+    "Report",
+    "Sketches",
+    "check_gradients",
+    "difference",
+    "difference_over_ranks",
+    "gate_of",
+    "needs_rows",
+    "own_backward",
+    "refuse_unproven",
+    "scales",
+    "sizes",
+    "sketched_gradients",
+    "sketched_shards",
+    "step_of",
+    "verify_equivalence",
+]

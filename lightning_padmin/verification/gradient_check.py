@@ -1,0 +1,701 @@
+"""The first-batch check: are the gradients of the declared way to split those of the batch as it came?
+
+A wrong `loss_reduction` is nearly invisible in the loss and far off in the gradient. So a few short and long rows of
+the first batch go through the user's own training step, un-split, split and one by one, before anything is trained, and
+once more in other ways if they differ. Gradients are compared as sketches (see `sketch`), which are linear: which
+weights would have matched is found out without another pass.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from lightning_padmin.architectures import has_experts
+from lightning_padmin.batch import AXES, Field, RowTable, Schema, map_leaves
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
+from lightning_padmin.errors import GradientCheckError, PadMinError
+from lightning_padmin.microbatching import PackStyle
+from lightning_padmin.verification.explain import (
+    Advice,
+    Status,
+    as_options,
+    as_schema,
+    declarations,
+    declared_options,
+    group_weights,
+    listed,
+    measured,
+)
+from lightning_padmin.verification.passes import LocalPasses, LossFunction, Passes, ShardedPasses
+from lightning_padmin.verification.probe import (
+    Probe,
+    first_label_groups,
+    make_probe,
+    masked_tokens_vary,
+    maybe_columns,
+    one_row,
+    padded_row,
+    probe_sizes,
+    tells_reductions,
+    whole_probe,
+)
+from lightning_padmin.verification.sketch import Sketches, best_weights, combine
+
+T = TypeVar("T")
+Floats = NDArray[np.float64]
+# Where half precision moves a token to another expert, gradients differ by a part, not by a multiple.
+_MOST_FLIPPED = 0.5
+_LIMIT, _HALF_LIMIT = 1e-3, 0.1
+_HALF = {torch.float16, torch.bfloat16}
+# Entries that may hold columns: looked at, as bits of an int64, and tried one by one.
+_MOST_ENTRIES, _MOST_SINGLES = 48, 6
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What this rank found: the status, matching declarations or entries as bits, the difference, its parameter."""
+
+    status: Status
+    matching: int
+    difference: float
+    parameter: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the check found, the same on all ranks.
+
+    Attributes:
+        difference: max |split - un-split| / max |un-split| over all gradients, of the rank where it is largest.
+        told: whether it could be told; not so for a step that draws random numbers outside of dropout.
+        final: whether another batch could tell no more. Rows of one length do not tell a token mean from a row mean.
+        notable: whether the user should know.
+        words: the finding as a sentence.
+        tells_first: whether a loss that takes labels on first tokens, or does not, against the declaration would
+            have been found.
+    """
+
+    difference: float
+    told: bool
+    final: bool
+    notable: bool
+    words: str
+    tells_first: bool = False
+
+
+def check_gradients(
+    loss_fn: LossFunction,
+    batch: Any,
+    schema: Schema,
+    table: RowTable,
+    config: PadMinConfig,
+    module: nn.Module,
+    *,
+    tolerance: float | None = None,
+    exchange: Exchange = exchange_alone,
+    joint: Callable[[], AbstractContextManager[Any]] | None = None,
+    more_than_told: bool = False,
+    is_sharded: bool = False,
+    packs: PackStyle | None = None,
+    holders: Sequence[object] = (),
+    first_labels: bool = False,
+    subtracts_lost: bool = False,
+    alone: Callable[[], AbstractContextManager[Any]] | None = None,
+    advice: Advice | None = None,
+) -> Outcome | None:
+    """Compares gradients of a few rows, split and as they came; on all ranks or on none.
+
+    Args:
+        loss_fn: the loss of a batch, as the training step takes it.
+        batch: a batch; it is only read.
+        schema: its schema.
+        table: its row table.
+        config: the declarations that are checked.
+        module: the module whose parameters are trained. It is left as it was.
+        tolerance: largest relative difference that counts as none; default by dtype, 1e-3 in float32, 0.1 in half
+            precision.
+        exchange: the collective.
+        joint: a context in which `loss_fn` runs the model in chunks; then that is compared, not the split.
+        is_sharded: whether parameters are sharded over ranks (FSDP), so that passes are collective.
+        packs: what packs have, where rows are packed and not padded.
+        holders: objects that `loss_fn` may write into besides, a Trainer's subclass say. They are left as they were.
+        more_than_told: run only if these rows tell a token mean from a row mean, since earlier ones did not.
+        first_labels: run only if rows tell whether the loss takes labels on first tokens, and with such rows.
+        subtracts_lost: the loss is divided by a number from which labels on first tokens behind padding are subtracted,
+            unless `label_shift=0` is declared.
+        alone: as `joint`, with one row in each chunk.
+        advice: what can be done instead, in the adapter's words.
+
+    Returns:
+        The outcome, or None where a rank has no two rows that carry loss (another batch may do), or where this batch
+        would tell no more than an earlier one.
+
+    Raises:
+        GradientCheckError: training would change; on all ranks, with the same message.
+        Exception: what the training step raised; the other ranks raise PeerError.
+    """
+    dtypes = {p.dtype for p in module.parameters()}
+    limit = tolerance if tolerance is not None else _HALF_LIMIT if dtypes & _HALF else _LIMIT
+    if first_labels:
+        probe = _agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
+    else:
+        probe = _agreed_probe(batch, schema, table, config, exchange, limit, joint is not None, more_than_told, packs)
+    if probe is None:
+        return None
+    arguments = (loss_fn, batch, schema, module, probe, joint, holders)
+    passes = ShardedPasses(*arguments, exchange=exchange) if is_sharded else LocalPasses(*arguments)
+    try:
+        check = _Check(passes, batch, schema, table, config, module, probe, exchange, limit, joint is not None)
+        check.is_packed, check.subtracts_lost, check.alone = packs is not None, subtracts_lost, alone
+        check.advice = advice or Advice()
+        return check.outcome()
+    finally:
+        passes.restore()
+
+
+def _agreed_probe(
+    batch: Any,
+    schema: Schema,
+    table: RowTable,
+    config: PadMinConfig,
+    exchange: Exchange,
+    limit: float,
+    is_joint: bool,
+    more_than_told: bool,
+    packs: PackStyle | None,
+) -> Probe | None:
+    """A probe of equally many rows on all ranks, or None on all."""
+    if is_joint:  # coupled losses may need their whole batch, and it is what training is going to run
+        return whole_probe(schema, table, config)
+    possible, telling = probe_sizes(table, config, limit)
+    telling = possible if packs is not None else telling  # the reduction is not what is asked
+    agreed = exchange([sum(1 << n for n in possible), sum(1 << n for n in telling)])
+    everywhere, somewhere = int(np.bitwise_and.reduce(agreed[:, 0])), int(np.bitwise_or.reduce(agreed[:, 1]))
+    if everywhere == 0 or (more_than_told and not everywhere & somewhere):
+        return None
+    best = everywhere & somewhere or everywhere
+    return make_probe(batch, schema, table, config, best.bit_length() - 1, packs)
+
+
+def _agreed_first_labels(
+    batch: Any,
+    schema: Schema,
+    table: RowTable,
+    config: PadMinConfig,
+    exchange: Exchange,
+    limit: float,
+    subtracts_lost: bool,
+) -> Probe | None:
+    """A probe that tells on some rank whether the loss takes labels on first tokens, of equally many rows on all."""
+    asked = subtracts_lost or config.loss_reduction == "token-mean"
+    telling = first_label_groups(table, config, limit, subtracts_lost) if asked else {}
+    possible = probe_sizes(table, config, limit)[0] | set(telling)
+    agreed = exchange([sum(1 << n for n in possible), sum(1 << n for n in telling)])
+    best = int(np.bitwise_and.reduce(agreed[:, 0])) & int(np.bitwise_or.reduce(agreed[:, 1]))
+    if best == 0:
+        return None
+    n = min(k for k in range(best.bit_length()) if best >> k & 1)
+    return make_probe(batch, schema, table, config, n, groups=telling.get(n))
+
+
+class _Check:
+    """One check, in step with the other ranks."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        batch: Any,
+        schema: Schema,
+        table: RowTable,
+        config: PadMinConfig,
+        module: nn.Module,
+        probe: Probe,
+        exchange: Exchange,
+        limit: float,
+        is_joint: bool,
+    ) -> None:
+        self._passes, self._batch, self._schema, self._table = passes, batch, schema, table
+        self._config, self._module, self._probe, self._limit = config, module, probe, limit
+        self._exchange, self._is_joint = exchange, is_joint
+        self.is_packed = self.subtracts_lost = self._tells_first = False
+        self._is_bent = False  # whether it makes a difference that weights go backward with the loss
+        self.alone: Callable[[], AbstractContextManager[Any]] | None = None
+        self.advice = Advice()
+        self._alternatives: list[tuple[str, Field]] = []
+        self._knows_rows = False  # whether rows were compared with themselves alone
+
+    def outcome(self) -> Outcome:
+        passes = self._passes
+        weights = [] if self._is_joint else group_weights(self._table, self._probe.groups, self._config.loss_reduction)
+        came = self._together(passes.came)
+        if self._any(passes.saw_half):
+            self._limit = max(self._limit, _HALF_LIMIT)
+        of_columns = self._of_columns(came)
+        if self._any(of_columns is not None):
+            return self._agree(self._if_it_repeats(of_columns or _Verdict(Status.EXACT, 0, 0.0, ""), came))
+        found = self._together(lambda: passes.split(weights))
+        size = passes.largest(came)
+        value, parameter = passes.difference(found, came, self._limit)
+        judged = _Verdict(Status.EXACT, 0, value, parameter)
+        differs = not value <= self._limit
+        if not 0 < size < np.inf:
+            judged, differs = replace(judged, status=Status.NO_GRADIENT), False
+        if not self._is_joint and isinstance(passes, LocalPasses) and self._any(differs):
+            # Weights that go backward with the loss: steps may bend gradients of hidden states on the way.
+            weighed = self._together(lambda: passes.weighted(weights))
+            value, parameter = passes.difference(weighed, came, self._limit)
+            if differs:
+                found, judged = weighed, _Verdict(Status.EXACT, 0, value, parameter)
+            self._is_bent = self._any(differs and value <= self._limit)
+            differs = differs and not value <= self._limit
+        # A training step may hold collectives of its own, so all ranks run a further pass if one needs it.
+        if self._any(differs):
+            whole = self._together(passes.whole) if self._any(not self._same_layout) else came
+            judged = self._together(lambda: self._judge(found, whole, judged) if differs else judged)
+            judged = self._of_declarations(judged, whole)
+            judged = self._explained(judged, found, whole)
+        judged = self._of_single_rows(judged, found)
+        judged = self._without_padding(judged)
+        self._tell_first(judged, found)
+        if self.subtracts_lost and self._tells_first and judged.status is Status.EXACT and self._table.shift:
+            # Nothing was lost, so nothing may be subtracted.
+            judged = replace(judged, status=Status.DECLARATION, matching=self._shift_bits(0))
+        return self._agree(self._if_it_repeats(judged, came))
+
+    def _if_it_repeats(self, judged: _Verdict, came: Sketches) -> _Verdict:
+        """A refusal only where un-split gradients are the same once more."""
+        if self._any(judged.status >= Status.PROMPTS):
+            again = self._together(self._passes.came)
+            repeats = self._passes.difference(again, came, self._limit)[0] <= self._limit
+            if judged.status >= Status.PROMPTS and not repeats:
+                judged = replace(judged, status=Status.RANDOM)
+        return judged
+
+    def _explained(self, judged: _Verdict, found: Sketches, whole: Sketches) -> _Verdict:
+        """What the roll changed: numbers of columns, labels on first tokens, or rows that are now as they are alone."""
+        if self.subtracts_lost and self._any(judged.status is Status.ROLLED and not self._table.shift):
+            judged = self._of_lost_labels(judged, whole)
+        if judged.status is Status.ROLLED and self._alternatives:
+            judged = replace(judged, status=Status.COLUMNS)
+        if not self._any(judged.status is Status.ROLLED):
+            return judged
+        if not self._is_joint:
+            alone, wanted = self._together(self._rows_alone), whole
+        elif self.alone is not None:
+            alone, wanted = self._together(self._rows_in_chunks), found
+        else:
+            return judged
+        self._knows_rows = True
+        value, where = self._passes.difference(wanted, alone, self._limit)
+        if judged.status is Status.ROLLED and not value <= self._limit:
+            # Where a row with padding behind it is another one, `_without_padding` says so.
+            status = Status.PADDING if self._is_joint else Status.COUPLED
+            return replace(judged, status=status, difference=value, parameter=where)
+        return judged
+
+    def _rows_alone(self) -> Sketches:
+        rows = [one_row(self._schema, self._table, int(row), self._config, wide=False) for row in self._probe.rows]
+        weights = group_weights(self._table, [np.array([row]) for row in self._probe.rows], self._config.loss_reduction)
+        return self._passes.of(rows, weights)
+
+    def _of_declarations(self, judged: _Verdict, whole: Sketches) -> _Verdict:
+        """Declarations that fit each row alone, as they fit the groups; where none does, rows are coupled."""
+        asked = judged.status is Status.DECLARATION
+        if not isinstance(self._passes, LocalPasses) or not self._any(asked):
+            return judged
+        groups = [np.array([row]) for row in self._probe.rows]
+        try:
+            alone = [
+                self._passes.of([one_row(self._schema, self._table, int(r), self._config, False)]) for (r,) in groups
+            ]
+        except Exception:  # what cannot run on one row may run on two
+            return judged
+        if not asked or self._passes.drew or not all(self._passes.largest(each) < np.inf for each in alone):
+            return judged
+        fitting = 0
+        for index, changes in enumerate(declarations(self._config, self._schema)):
+            weights = self._weights_if(changes, groups)[0] if judged.matching >> index & 1 else None
+            if weights and self._passes.difference(combine(alone, weights), whole, self._limit)[0] <= self._limit:
+                fitting |= 1 << index
+        return replace(judged, matching=fitting) if fitting else replace(judged, status=Status.COUPLED)
+
+    def _of_single_rows(self, judged: _Verdict, found: Sketches) -> _Verdict:
+        """Whether rows alone make up what groups of them do.
+
+        A loss that leaves a part of the batch out (its largest losses, say) may by chance take as many from each group.
+        """
+        asked = not self._is_joint and not self.is_packed and isinstance(self._passes, LocalPasses)
+        several = any(len(group) > 1 for group in self._probe.groups)
+        if not (asked and self._any(several and judged.status is Status.EXACT)):
+            return judged
+        try:
+            alone = self._rows_alone()
+        except Exception:  # what cannot run on one row may run on two
+            alone = None
+        if judged.status is not Status.EXACT or alone is None or self._passes.drew:
+            return judged
+        value, where = self._passes.difference(alone, found, self._limit)
+        if not np.isfinite(value) or value <= self._limit:
+            return judged
+        flips = self._limit >= _HALF_LIMIT and value <= _MOST_FLIPPED and has_experts(self._module)
+        return replace(judged, status=Status.ROUTING if flips else Status.COUPLED, difference=value, parameter=where)
+
+    def _rows_in_chunks(self) -> Sketches:
+        assert self.alone is not None
+        return self._passes.through(self.alone)
+
+    def _of_columns(self, came: Sketches) -> _Verdict | None:
+        """A refusal where numbers of columns that nobody has declared explain what the roll changes; None elsewhere.
+
+        Looked at first: rolled without them, a step may fail, or have no loss at all.
+        """
+        if self._is_joint or self.is_packed:
+            return None
+        self._alternatives = alternatives = self._agreed_alternatives()
+        if not alternatives:  # on no rank, since they are agreed
+            return None
+        plain = self._attempt(self._schema)
+        value, where = self._apart(plain, came)
+        moves = not value <= self._limit and 0 < self._passes.largest(came) < np.inf
+        if not self._any(moves):
+            return None
+        sets = [[k] for k in range(len(alternatives))] if len(alternatives) <= _MOST_SINGLES else []
+        sets += [list(range(len(alternatives)))] if len(alternatives) != 1 else []
+        matching = 0
+        for chosen in sets:
+            fields = dict(self._schema.fields) | dict(alternatives[k] for k in chosen)
+            found = self._attempt(replace(self._schema, fields=fields))
+            if self._apart(found, came)[0] <= self._limit and not (matching and len(chosen) > 1):
+                matching |= sum(1 << k for k in chosen)
+            same = self._apart(found, came if plain is None else plain)[0] <= self._limit and plain is not None
+            if len(chosen) == len(alternatives) and not self._any(not same):
+                self._alternatives = []  # nothing that is trained reads them
+        if moves and (matching or not np.isfinite(value)):
+            return _Verdict(Status.COLUMNS, matching, value, where)
+        return None
+
+    def _attempt(self, schema: Schema) -> Sketches | None:
+        """Un-split gradients, rolled, read by a schema that may be wrong; None where the step fails."""
+        try:
+            return self._reading(self._batch, schema)
+        except Exception:
+            return None
+
+    def _apart(self, found: Sketches | None, came: Sketches) -> tuple[float, str]:
+        failed = self._any(found is None)
+        if found is None or (failed and isinstance(self._passes, ShardedPasses)):
+            return np.inf, ""
+        return self._passes.difference(found, came, self._limit)
+
+    def _reading(self, batch: Any, schema: Schema, came: bool = False) -> Sketches:
+        """Un-split gradients of another batch, or of this one read by another schema; rolled, or as it came."""
+        self._passes.read_as(batch, schema)
+        try:
+            return self._passes.came() if came else self._passes.whole()
+        finally:
+            self._passes.read_as(self._batch, self._schema)
+
+    def _agreed_alternatives(self) -> list[tuple[str, Field]]:
+        """Entries that nobody declared, each as what it may be in place of what it was taken for; as on all ranks."""
+        entries = maybe_columns(self._batch, self._schema, self._table)[:_MOST_ENTRIES]
+        options = [
+            (path, Field("row", field.row_dim) if field.kind == "column" else replace(field, kind="column"))
+            for path, field, _ in entries
+        ]
+        fits = [each is not False for _, _, each in entries]
+        moves = [each is True for _, _, each in entries]
+        digest = zlib.crc32("\n".join(f"{path} {field.axis}" for path, field in options).encode())
+        bits = [sum(1 << k for k, flag in enumerate(flags) if flag) for flags in (fits, moves)]
+        agreed = self._exchange([digest, *bits])
+        if (agreed[:, 0] != agreed[0, 0]).any():
+            return []
+        both = int(np.bitwise_and.reduce(agreed[:, 1])) & int(np.bitwise_or.reduce(agreed[:, 2]))
+        return [option for k, option in enumerate(options) if both >> k & 1]
+
+    def _of_lost_labels(self, judged: _Verdict, whole: Sketches) -> _Verdict:
+        """Whether labels on first tokens are what the roll took, though the declaration says that none is lost."""
+        without = self._together(lambda: self._reading(self._without_first_labels(), self._schema, came=True))
+        lost = bool(self._table.behind[self._probe.rows].any())
+        same = self._passes.difference(without, whole, self._limit)[0] <= self._limit
+        if judged.status is Status.ROLLED and lost and same:
+            return replace(judged, status=Status.DECLARATION, matching=self._shift_bits(1))
+        return judged
+
+    def _without_first_labels(self) -> Any:
+        rows = np.flatnonzero(self._table.behind)
+        column = self._table.start[rows, AXES.index(self._schema.labels_axis)]
+
+        def change(path: str, leaf: Any) -> Any:
+            if path != self._schema.labels:
+                return leaf
+            leaf = leaf.clone()
+            index = (torch.as_tensor(each, device=leaf.device) for each in (rows, column))
+            leaf[tuple(index)] = self._config.ignore_index
+            return leaf
+
+        return map_leaves(self._batch, change, self._schema.fields)
+
+    def _shift_bits(self, shift: int) -> int:
+        """The declaration that only changes the shift, as a bit."""
+        tried = enumerate(declarations(self._config, self._schema))
+        return sum(1 << index for index, changes in tried if changes == {"label_shift": shift})
+
+    def _without_padding(self, judged: _Verdict) -> _Verdict:
+        """Whether a row is the same with its padding behind it and without, where nothing else has shown it."""
+        open_ = judged.status in (Status.ROLLED, Status.COUPLED) or (
+            judged.status is Status.EXACT and not self._shows_padding
+        )
+        row = padded_row(self._table, self._probe.rows)
+        asked = open_ and row is not None and not self._is_joint and not self.is_packed
+        if not self._any(asked):
+            return judged
+        row = int(self._probe.rows[0]) if row is None else row
+        trimmed, padded = (one_row(self._schema, self._table, row, self._config, wide) for wide in (False, True))
+        pair = self._together(lambda: (self._passes.of([trimmed]), self._passes.of([padded])))
+        size = self._passes.largest(pair[0])
+        value, where = self._passes.difference(pair[1], pair[0], self._limit)
+        if not asked or not 0 < size < np.inf or value <= self._limit or self._passes.drew:
+            return judged
+        if self._limit >= _HALF_LIMIT and value <= _MOST_FLIPPED and has_experts(self._module):
+            return replace(judged, status=max(judged.status, Status.ROUTING), difference=value, parameter=where)
+        return replace(judged, status=Status.PADDING, difference=value, parameter=where)
+
+    @property
+    def _shows_padding(self) -> bool:
+        """Whether the split has taken padding away that the rows came with."""
+        came = self._probe.came.widths
+        return any(mine < theirs for part in self._probe.parts for mine, theirs in zip(part.widths, came, strict=True))
+
+    def _tell_first(self, judged: _Verdict, found: Sketches) -> None:
+        """Finds out whether the other answer about labels on first tokens would have been another gradient here."""
+        fine = judged.status in (Status.EXACT, Status.ROLLED)
+        if self.subtracts_lost:
+            self._tells_first = fine and bool(self._table.behind[self._probe.rows].any())
+            return
+        asks = not self._is_joint and not self.is_packed and self._config.loss_reduction == "token-mean"
+        has_any = len(self._table.first_weight) > 0 and bool(self._table.first_weight[self._probe.rows].any())
+        if not self._any(asks and has_any):
+            return
+        weights = group_weights(self._table, self._probe.groups, "token-mean")
+        table = measured(self._batch, self._schema, self._config, {"label_shift": int(self._table.shift == 0)})
+        if table.weight[self._probe.rows].sum() > 0:
+            weights = group_weights(table, self._probe.groups, "token-mean")
+        passes = self._passes
+        split = passes.weighted if self._is_bent and isinstance(passes, LocalPasses) else passes.split
+        other = self._together(lambda: split(weights))
+        apart = self._passes.difference(other, found, self._limit)[0]
+        self._tells_first = fine and has_any and not apart <= self._limit
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it holds on any rank."""
+        return bool((self._exchange([int(flag)])[:, 0] != 0).any())
+
+    @property
+    def _same_layout(self) -> bool:
+        came, whole = self._probe.came, self._probe.whole
+        return came.widths == whole.widths and bool((came.start == whole.start).all())
+
+    def _together(self, passes: Callable[[], T]) -> T:
+        """Runs passes of the user's code; raises on all ranks if it raises on one."""
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = passes()
+        except Exception as caught:
+            error = caught
+            if self.is_packed:
+                error.add_note("Rows were packed (layout='pack'): the mask is None, and there is one row of documents.")
+            error.add_note(
+                f"Raised by the first-batch check, which runs the training step on {len(self._probe.rows)} rows of the "
+                "batch. "
+                + (
+                    ""
+                    if self._is_joint
+                    else f"A step that cannot run on a part of a batch cannot be split. {self.advice.coupled}. "
+                )
+                + "check='off' leaves the check out"
+            )
+        code = 0 if error is None else error.code if isinstance(error, PadMinError) else PadMinError.code
+        raise_together(error, self._exchange([code])[:, 0])
+        return cast("T", result)
+
+    def _judge(self, found: Sketches, whole: Sketches, judged: _Verdict) -> _Verdict:
+        """What lies behind a difference. Sharded passes come to the same branch on all ranks."""
+        from_roll, where = self._passes.difference(found, whole, self._limit)
+        if from_roll <= self._limit:
+            masked = masked_tokens_vary(self._batch, self._schema, self._table, self._probe.rows)
+            return replace(judged, status=Status.PROMPTS if masked else Status.ROLLED)
+        verdict = _Verdict(Status.COUPLED, 0, from_roll, where)
+        if not self._is_joint and np.isfinite(from_roll):
+            matching = self._matching(whole)
+            if matching:
+                return replace(verdict, status=Status.DECLARATION, matching=matching)
+            parts = self._passes.parts
+            if parts:
+                fitted = combine(parts, best_weights(parts, whole))
+                if self._passes.difference(fitted, whole, self._limit)[0] <= self._limit:
+                    return replace(verdict, status=Status.WEIGHTS)
+        # Only now: what matches to the limit was not disturbed by random numbers.
+        if self._passes.drew:
+            return replace(verdict, status=Status.RANDOM)
+        flips = self._limit >= _HALF_LIMIT and from_roll <= _MOST_FLIPPED and has_experts(self._module)
+        return replace(verdict, status=Status.ROUTING) if flips else verdict
+
+    def _matching(self, whole: Sketches) -> int:
+        """The declarations, as bits, under which the groups make up the whole as closely as any does."""
+        differences: dict[int, float] = {}
+        tried: list[Floats] = []
+        for index, changes in enumerate(declarations(self._config, self._schema)):
+            weights, shares = self._weights_if(changes)
+            # Declarations that give every row of the batch the same weight are one; the simplest is named.
+            known = weights is not None and any(np.allclose(shares, each, rtol=1e-9) for each in tried)
+            if self._passes.parts is None and self._any(weights is None or known):
+                continue
+            if weights is not None and not known:
+                tried.append(shares)
+                split = self._passes.split(weights)
+                differences[index] = self._passes.difference(split, whole, self._limit)[0]
+        best = min(differences.values(), default=np.inf)
+        if not best <= self._limit:
+            return 0
+        # What is as close as rounding lets anything be cannot be told apart on these rows.
+        return sum(1 << index for index, value in differences.items() if value <= max(2 * best, 0.02 * self._limit))
+
+    def _weights_if(
+        self, changes: dict[str, Any], groups: Sequence[NDArray[np.int64]] | None = None
+    ) -> tuple[list[float] | None, Floats]:
+        """Weights of the groups, and of all rows, under another declaration; None where it does not fit the batch."""
+        groups = self._probe.groups if groups is None else groups
+        nothing: Floats = np.empty(0)
+        try:
+            table = measured(self._batch, self._schema, self._config, changes)
+        except PadMinError:
+            return None, nothing
+        reduction = changes.get("loss_reduction", self._config.loss_reduction)
+        if reduction != "sum" and not table.weight[self._probe.rows].sum() > 0:
+            return None, nothing
+        shares = np.ones(len(table)) if reduction == "sum" else table.weight / table.weight.sum()
+        return group_weights(table, groups, reduction), shares
+
+    def _agree(self, judged: _Verdict) -> Outcome:
+        names = [name for name, p in self._module.named_parameters() if p.requires_grad]
+        bits = int(np.float64(judged.difference).view(np.int64))
+        tells = self._is_joint or self.is_packed or tells_reductions(self._table, self._probe.groups, self._limit)
+        place = names.index(judged.parameter) if judged.parameter in names else 0
+        said = [int(judged.status), judged.matching, bits, place, int(tells), int(self._tells_first)]
+        table = self._exchange(said)
+        worst = int(table[:, 0].argmax())
+        if table[worst, 0] == Status.EXACT:
+            worst = int(table[:, 2].view(np.float64).argmax())
+        status = Status(int(table[worst, 0]))
+        value = float(table[worst : worst + 1, 2].view(np.float64)[0])
+        place = int(table[worst, 3])
+        words = self._words(status, int(table[worst, 1]), value, names[place] if place < len(names) else "")
+        if status >= Status.PROMPTS:
+            rank = f" (rank {worst})" if len(table) > 1 else ""
+            raise GradientCheckError(f"first-batch check{rank}: {words}")
+        told = status in (Status.EXACT, Status.ROLLED)
+        untellable = status in (Status.RANDOM, Status.ROUTING)
+        final = untellable or (told and bool(table[:, 4].any()))
+        tells_first = told and bool(table[:, 5].any())
+        return Outcome(value, told, final, untellable or status is Status.ROLLED, words, tells_first)
+
+    def _words(self, status: Status, matching: int, value: float, parameter: str) -> str:
+        n, way = len(self._probe.rows), "split" if not self._is_joint else "joint"
+        differs = (
+            f"{way} gradients of {n} rows differ from the un-split ones: relative difference {value:.2g} (limit "
+            f"{self._limit:.0e}), most in {parameter!r}. "
+        )
+        if self.is_packed:
+            differs += (
+                "Rows were packed (layout='pack'): the step must hand batch['position_ids'] and use_cache=False on to "
+                "the model, as model(**batch) does, and must not need the mask, which is None. "
+            )
+        if status is Status.EXACT:
+            return f"{way} gradients of {n} rows are the un-split ones (relative difference {value:.1e})"
+        if status is Status.ROLLED:
+            lost = "labels on first tokens of left-padded rows are gone, or " if self._table.lost_targets else ""
+            known = ". Rolled, each row is trained as it is without padding" if self._knows_rows else ""
+            return (
+                f"rolling left padding changes gradients (relative difference {value:.2g}): {lost}this model reads "
+                f"padding, or counts positions by column{known}"
+            )
+        if status is Status.RANDOM:
+            return (
+                f"{differs}The training step draws random numbers outside of dropout, so whether the split is exact "
+                "cannot be told: make sure of it with a deterministic step, or set check='off'"
+            )
+        if status is Status.ROUTING:
+            return (
+                f"{differs}In half precision that can be tokens which rounding sends to other experts. Whether the "
+                "split is exact cannot be told: run the first steps in float32 once"
+            )
+        if status is Status.NO_GRADIENT:
+            return f"gradients of {n} rows are zero or not finite un-split, so there is nothing to compare with"
+        if status is Status.PROMPTS:
+            return (
+                f"{differs}The roll makes the difference, and slots that {self._schema.mask!r} leaves out hold "
+                "different tokens: it seems to leave out prompts, not padding. Give a mask of all real tokens "
+                f"(mask_key), and keep what carries loss in {self._config.labels_key!r} or loss_mask_key"
+            )
+        if status is Status.COLUMNS:
+            chosen = [option for k, option in enumerate(self._alternatives) if not matching or matching >> k & 1]
+            if matching:
+                return (
+                    f"{differs}The roll makes the difference, and it is gone if {listed(chosen)}: declare "
+                    f"{as_schema(chosen)}"
+                )
+            return (
+                f"{differs}The roll makes the difference, and whether numbers of columns have a part in it cannot be "
+                f"told: they may be in {', '.join(repr(path) for path, _ in chosen)}. Declare each in batch_schema: "
+                "'column' if its values are columns of the padded batch, else 'row'"
+            )
+        if status is Status.PADDING:
+            return (
+                f"{differs}A row with padding behind it is trained otherwise than without: the model or the loss reads "
+                "padding (a normalisation or a mean over all columns, a backward recurrence without packed sequences, "
+                "a mask that is not passed on). Have it leave out padding by the mask"
+                + (
+                    f", or {self.advice.off}"
+                    if self._is_joint
+                    else f". If the loss alone reads it: {self.advice.coupled}"
+                )
+            )
+        if status is Status.DECLARATION:
+            candidates = enumerate(declarations(self._config, self._schema))
+            choices = " or ".join(as_options(changes) for index, changes in candidates if matching >> index & 1)
+            told = "" if " or " not in choices else " (these rows do not tell which)"
+            return f"{differs}{self._declared} is not what the training step does: set {choices}{told}"
+        if status is Status.WEIGHTS:
+            return (
+                f"{differs}The loss weighs rows in another way than {self._declared} says. If the batch tells "
+                "their weights, give loss_reduction=function of the batch that returns them, (rows,), or a "
+                "loss_mask_key. If the model's outputs do (a softmax over rows), the loss couples rows. "
+                f"{self.advice.coupled}"
+            )
+        couples = f"{differs}No weights of the micro-batches would match: the loss or the model couples rows "
+        if self._is_joint:
+            return f"{couples}inside of the model, or returns what cannot be chunked: {self.advice.off}"
+        return (
+            f"{couples}(in-batch negatives, a quantile over the batch, a balance loss of experts, two terms that are "
+            f"reduced in different ways). {self.advice.coupled}"
+        )
+
+    @property
+    def _declared(self) -> str:
+        if self.advice.reduction is None:
+            return declared_options(self._config)
+        return f"{self.advice.reduction} with label_shift={self._table.shift}"
+
+
+__all__ = ["Advice", "Outcome", "check_gradients"]

@@ -1,0 +1,238 @@
+"""The small passes of the first-batch check, on parameters that each rank holds whole, or in shards."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_padmin.architectures import without_user_hooks
+from lightning_padmin.batch import Schema
+from lightning_padmin.distributed import Exchange
+from lightning_padmin.microbatching import SlotMap
+from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, random_states, same_random_states, without_dropout
+from lightning_padmin.verification.probe import Probe
+from lightning_padmin.verification.sketch import (
+    OnlyBackwardError,
+    Sketches,
+    combine,
+    difference,
+    no_gradient,
+    scales,
+    sizes,
+    sketch,
+    sketched_gradients,
+)
+
+LossFunction = Callable[[Any], Tensor]
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Passes(ABC):
+    """Gradients of the rows of a probe, as sketches. Every pass finds the module and the holders in the same state.
+
+    Attributes:
+        drew: whether a pass has drawn random numbers.
+        saw_half: whether a pass has computed in half precision.
+        parts: sketches of the two groups, or None where groups cannot be had apart.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        schema: Schema,
+        module: nn.Module,
+        probe: Probe,
+        joint: Context | None,
+        holders: Sequence[object] = (),
+    ) -> None:
+        self._loss_fn, self._batch, self._schema = loss_fn, batch, schema
+        self._module, self._probe, self._joint, self._holders = module, probe, joint, holders
+        self.drew = self.saw_half = self._by_backward = False
+        self.parts: list[Sketches] | None = None
+        self._state: ModuleState | None = None
+
+    def came(self) -> Sketches:
+        """Un-split, as the rows came."""
+        return self._run([self._probe.came])
+
+    def whole(self) -> Sketches:
+        """Un-split, rolled and trimmed."""
+        return self._run([self._probe.whole])
+
+    def through(self, context: Context) -> Sketches:
+        """Un-split, as the rows came, inside of a context of the caller's."""
+        return self._run([self._probe.came], within=context)
+
+    @abstractmethod
+    def of(self, slots: Sequence[SlotMap], weights: Sequence[float] = (1.0,)) -> Sketches:
+        """The weighted sum over other slot maps, un-split each."""
+
+    def read_as(self, batch: Any, schema: Schema) -> None:
+        """Further passes are of this batch, read by this schema."""
+        self._batch, self._schema = batch, schema
+
+    @abstractmethod
+    def split(self, weights: Sequence[float]) -> Sketches:
+        """The weighted sum of the two groups; joint: un-split, with the model running in chunks."""
+
+    @abstractmethod
+    def difference(self, found: Sketches, wanted: Sketches, limit: float) -> tuple[float, str]:
+        """The worst relative difference, see `sketch.scales`, and the parameter where it is."""
+
+    @abstractmethod
+    def largest(self, sketches: Sketches) -> float:
+        """The largest absolute value."""
+
+    @abstractmethod
+    def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
+        """Of the weighted sum of these batches' losses."""
+
+    def restore(self) -> None:
+        """Leaves the module as it was before the first pass."""
+        if self._state is not None:
+            self._state.restore()
+
+    def _run(
+        self, slot_maps: Sequence[SlotMap], weights: Sequence[float] = (1.0,), within: Context = nullcontext
+    ) -> Sketches:
+        batches = [self._taken(slots) for slots in slot_maps]
+        if self._state is None:
+            self._state = ModuleState(self._module, self._holders, DATA_OF_TRAINERS)
+        try:
+            with self._watched(), within():
+                return self._gradients(batches, weights)
+        except OnlyBackwardError:  # what the attempt wrote has been put back
+            self._by_backward = True
+            with self._watched(), within():
+                return self._gradients(batches, weights)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        assert self._state is not None
+        try:
+            no_hooks = without_user_hooks(self._module)
+            with no_hooks, without_dropout(self._module) as watch, self._state.watching():
+                before = random_states()
+                yield
+            self.drew = self.drew or not same_random_states(before, random_states())
+            self.saw_half = self.saw_half or watch.saw_half
+        finally:
+            self._state.clear()
+
+    def _taken(self, slots: SlotMap) -> Any:
+        return self._batch if slots.is_identity else slots.take_batch(self._batch, self._schema)
+
+
+class LocalPasses(Passes):
+    """Every rank holds all parameters, and none takes part in another's passes."""
+
+    def of(self, slots: Sequence[SlotMap], weights: Sequence[float] = (1.0,)) -> Sketches:
+        """See `Passes.of`."""
+        return combine([self._run([each], [w]) for each, w in zip(slots, weights, strict=True)], [1.0] * len(slots))
+
+    def weighted(self, weights: Sequence[float]) -> Sketches:
+        """As `split`, each group's loss times its weight before it is sent backward; takes passes of its own.
+
+        The same, but where the step bends gradients on the way (a clamp on those of hidden states).
+        """
+        return self.of(self._probe.parts, weights)
+
+    def split(self, weights: Sequence[float]) -> Sketches:
+        """See `Passes.split`; other weights need no other pass."""
+        if self._joint is not None:
+            return self._run([self._probe.came], within=self._joint)
+        if self.parts is None:
+            self.parts = [self._run([part]) for part in self._probe.parts]
+        return combine(self.parts, weights)
+
+    def difference(self, found: Sketches, wanted: Sketches, limit: float) -> tuple[float, str]:
+        """See `Passes.difference`."""
+        return difference(found, wanted, scales(sizes(wanted), limit))
+
+    def largest(self, sketches: Sketches) -> float:
+        """See `Passes.largest`."""
+        return float(np.max(list(sizes(sketches).values()), initial=0.0))
+
+    def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
+        (batch,), (weight,) = batches, weights
+
+        def loss() -> Tensor:
+            value = self._loss_fn(batch)
+            return value if weight == 1 else value * weight
+
+        return sketched_gradients(loss, self._module, by_backward=self._by_backward, again=False)
+
+
+class ShardedPasses(Passes):
+    """Parameters are sharded over ranks: each pass is one of all ranks, and gradients are means over them.
+
+    So a group's gradient cannot be had apart from the weights that other ranks give theirs, and every set of weights
+    needs a pass. Sketches are of this rank's shards; differences are taken over all ranks, the same on each.
+    """
+
+    def __init__(self, *arguments: Any, exchange: Exchange) -> None:
+        super().__init__(*arguments)
+        self._exchange = exchange
+
+    def of(self, slots: Sequence[SlotMap], weights: Sequence[float] = (1.0,)) -> Sketches:
+        """See `Passes.of`."""
+        return self._run(slots, weights)
+
+    def split(self, weights: Sequence[float]) -> Sketches:
+        """See `Passes.split`."""
+        if self._joint is not None:
+            return self._run([self._probe.came], within=self._joint)
+        return self._run(self._probe.parts, weights)
+
+    def difference(self, found: Sketches, wanted: Sketches, limit: float) -> tuple[float, str]:
+        """See `Passes.difference`."""
+        return difference_over_ranks(found, wanted, limit, self._exchange)
+
+    def largest(self, sketches: Sketches) -> float:
+        """See `Passes.largest`."""
+        return max(_largest_over_ranks(list(sizes(sketches).values()), self._exchange), default=0.0)
+
+    def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
+        for batch, weight in zip(batches, weights, strict=True):
+            torch.autograd.backward(self._loss_fn(batch) * weight)
+        return sketched_shards(self._module)
+
+
+def sketched_shards(module: nn.Module) -> Sketches:
+    """Sketch of this rank's shard of each trained parameter's gradient, by name; zeros where there is none."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    return {
+        name: no_gradient(_local(p)) if p.grad is None else sketch(_local(p.grad), index)
+        for index, (name, p) in enumerate(named)
+    }
+
+
+def difference_over_ranks(found: Sketches, wanted: Sketches, limit: float, exchange: Exchange) -> tuple[float, str]:
+    """See `Passes.difference`, of shards: a collective, the same on all ranks."""
+    names = list(wanted)
+    own = sizes({name: found[name] - wanted[name] for name in names}) | {"": 0.0}
+    sent = [own[name] for name in names] + [sizes(wanted)[name] for name in names]
+    worst = _largest_over_ranks(sent, exchange)
+    differences, largest = worst[: len(names)], dict(zip(names, worst[len(names) :], strict=True))
+    relative = {name: value / scales(largest, limit)[name] for name, value in zip(names, differences, strict=True)}
+    name = max(names, key=lambda each: np.inf if np.isnan(relative[each]) else relative[each], default="")
+    return (relative[name], name) if name else (0.0, "")
+
+
+def _largest_over_ranks(values: Sequence[float], exchange: Exchange) -> list[float]:
+    bits = np.asarray(values, dtype=np.float64).view(np.int64)
+    table = exchange([int(each) for each in bits])
+    return [float(each) for each in np.ascontiguousarray(table).view(np.float64).max(axis=0)]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
