@@ -211,7 +211,7 @@ def test_devices_by_name(diagnose):
 def test_a_redirected_standard_input_is_read(tmp_path):
     (tmp_path / "a.csv").write_text("length\n5\n9\n")
     with (tmp_path / "a.csv").open() as file:
-        words = [sys.executable, "-m", "lightning_padmin.cli.commands", "diagnose", "/dev/stdin", "--format", "csv"]
+        words = [sys.executable, "-m", "lightning_padmin.cli", "diagnose", "/dev/stdin", "--format", "csv"]
         run = subprocess.run(words, stdin=file, capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stderr) == (0, "")
     assert "/dev/stdin: 2 rows, 14 tokens" in run.stdout

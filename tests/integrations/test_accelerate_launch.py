@@ -149,7 +149,7 @@ RLOO = GRPO.replace("GRPO", "RLOO")
 SCRIPTS = {"loop": LOOP, "trainer": TRAINER, "grpo": GRPO, "rloo": RLOO}
 LAUNCHERS = {
     "accelerate": [sys.executable, "-m", "accelerate.commands.launch"],
-    "padmin": [sys.executable, "-m", "lightning_padmin.cli.commands", "launch"],
+    "padmin": [sys.executable, "-m", "lightning_padmin.cli", "launch"],
     "accelerate with run": [sys.executable, "-m", "accelerate.commands.launch"],
 }
 ON = {"enabled": True, "token_budget": 30, "launch_cost": 4}
