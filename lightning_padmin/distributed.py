@@ -338,7 +338,7 @@ def _tell_of_uncaught_errors() -> None:
 def _tell_of_the_end() -> None:
     """Neither an exit nor the end of a script passes by as an error."""
     if _watch is not None:
-        _watch[1].say("its process has come to its end: by an exit, or with no more batches than that")
+        _watch[1].leave("its process has come to its end: by an exit, or with no more batches than that")
 
 
 _BROKEN = ("connection closed by peer", "connection reset", "broken pipe", "socket closed", "timed out waiting")

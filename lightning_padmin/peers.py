@@ -76,6 +76,11 @@ class PeerWatch:
         """Tells the ranks before this one, as far as they listen, why this one ends; does not wait."""
         self._spread(self.rank, words, is_gone=False)
 
+    def leave(self, words: str) -> None:
+        """The same for a process that ends; others know of batches that have come to an end."""
+        if self.rank not in self._at_end:
+            self.say(words)
+
     def forget(self) -> None:
         """Another training begins: what ended an earlier one, in processes that are still there, is over."""
         with self._changed:
