@@ -68,6 +68,7 @@ from lightning_padmin.distributed import (
     exchange_at_end,
     explain,
     forget_last_words,
+    go_on,
 )
 from lightning_padmin.errors import ConfigError, PadMinWarning, PeerError
 from lightning_padmin.forward import Forwards, chunked, transformers_models
@@ -338,6 +339,8 @@ class PadMinCallback(pl.Callback):
             )
         if self.config.enabled and lightning_loop.is_logging_step(trainer, self._log_every):
             self._log(trainer, lightning_loop.logging_step(trainer), self._exchange(self._counts_to_log(trainer)))
+        if self.config.enabled and lightning_loop.has_more_batches(trainer):
+            go_on()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tells of names in `log_reduce` that nobody has logged."""
@@ -369,7 +372,7 @@ class PadMinCallback(pl.Callback):
             pl_module.zero_grad(set_to_none=True)  # of a part of a batch
         elif self._running is not None:
             self._running.give_up()
-        if self._restore is not None:
+        if self.config.enabled:
             explain(exception)
         self._announced = None
         self._remove()

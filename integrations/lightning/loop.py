@@ -486,6 +486,12 @@ def is_logging_step(trainer: Trainer, every: int | None = None) -> bool:
     return bool(due or trainer.fast_dev_run) and not trainer.fit_loop._should_accumulate()
 
 
+def has_more_batches(trainer: Trainer) -> bool:
+    """Whether this rank goes on in this epoch, as far as is known at the end of a batch."""
+    loop = trainer.fit_loop.epoch_loop
+    return not (loop.batch_progress.is_last_batch or loop.done)
+
+
 def logging_step(trainer: Trainer) -> int:
     """The step under which Lightning writes the metrics of the batch that has just ended."""
     return cast(int, trainer.fit_loop.epoch_loop._batches_that_stepped)

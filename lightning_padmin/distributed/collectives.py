@@ -7,6 +7,7 @@ and backward passes, or all raise.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import os
@@ -47,9 +48,13 @@ def exchange_all(values: Sequence[int], group: Any = None) -> NDArray[np.int64]:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return exchange_alone(values)
+    if _watch is not None:
+        _watch[1].begin_exchange()
     mine = torch.tensor(list(values), dtype=torch.int64, device=_collective_device(group))
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
+    if _watch is not None:
+        _watch[1].end_exchange()
     return torch.stack(gathered).cpu().numpy()
 
 
@@ -67,7 +72,7 @@ def exchange_at_end(values: Sequence[int], timeout: float = 10.0) -> NDArray[np.
 
     A collective would then meet another one, and all ranks would wait for the timeout of the process group, half an
     hour by default. So the integers go through the key-value store of the process group, and nobody waits longer than
-    `timeout` seconds.
+    `timeout` seconds, nor for a rank that has ended or is heard to go on.
 
     Returns:
         (world, n) as `exchange_all` does, or None if not all ranks came here in time.
@@ -76,19 +81,35 @@ def exchange_at_end(values: Sequence[int], timeout: float = 10.0) -> NDArray[np.
     if world == 1:
         return exchange_alone(values)
     end = next(_ends)  # the same on every rank
-    store = dist.distributed_c10d._get_default_store()
+    store, watch, until = dist.distributed_c10d._get_default_store(), peer_watch(), time.monotonic() + timeout
     keys = [f"padmin/end{end}/{rank}" for rank in range(world)]
     read = [f"{key}/read" for key in keys]
-    wait = timedelta(seconds=timeout)
+    watch.come_to_end()
     try:
         store.set(keys[dist.get_rank()], ",".join(map(str, values)))
-        store.wait(keys, wait)
+        if not _come(store, keys, watch, until):
+            return None
         table = [[int(value) for value in store.get(key).decode().split(",")] for key in keys]
         store.set(read[dist.get_rank()], "")
-        store.wait(read, wait)  # the rank that holds the store must not leave before
+        if not _come(store, read, watch, until):  # the rank that holds the store must not leave before
+            return None
     except RuntimeError:  # DistStoreError, DistNetworkError
         return None
     return np.array(table, dtype=np.int64)
+
+
+def _come(store: Any, keys: list[str], watch: PeerWatch, until: float) -> bool:
+    """Waits for the keys of all ranks; False as soon as it is known that one of them does not come."""
+    began, waits = time.monotonic(), True
+    while not store.check(keys):
+        now = time.monotonic()
+        if waits and watch.goes_on():
+            waits, until = False, min(until, now + _GRACE)
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if watch.why(missing) or now > until:
+            return bool(store.check(keys))  # what one wrote just before it ended may have come meanwhile
+        time.sleep(min(max((now - began) / 8, 2e-4), 0.1))
+    return True
 
 
 class Board(Protocol):
@@ -197,6 +218,7 @@ def group_store() -> tuple[Any, int, int]:
 
 
 _LAST_WORDS = 1.0  # seconds to wait for why others have ended, once it is clear that some have
+_GRACE = 1.0  # for a rank that meant to go on, as one does that a callback is about to stop
 # A store that is held lives on when its process group is destroyed, and takes those for its own that meet at the same
 # port later. So nothing here holds one.
 _watch: tuple[weakref.ref[Any], PeerWatch] | None = None
@@ -236,6 +258,12 @@ def heard_of_others() -> str | None:
     """Which ranks have ended and why, None where nothing is known."""
     gone = _watch[1].wait(0.0) if _watch is not None and world_size() > 1 else {}
     return _ended(gone) if gone else None
+
+
+def go_on() -> None:
+    """To be called behind a batch by a rank that has another one; ranks that are at an end need not wait for it."""
+    if _watch is not None:
+        _watch[1].go_on()
 
 
 def forget_last_words() -> None:
@@ -278,6 +306,8 @@ def telling_others() -> Iterator[None]:
     except BaseException as error:
         explain(error)
         raise
+    if _watch is not None:
+        _watch[1].come_to_end()
 
 
 def explain(error: BaseException) -> None:
@@ -296,12 +326,19 @@ def explain(error: BaseException) -> None:
 def _tell_of_uncaught_errors() -> None:
     """Training loops of users' own have no place where an error passes by, but the end of the process."""
     before = sys.excepthook
+    atexit.register(_tell_of_the_end)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         explain(error)
         before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _tell_of_the_end() -> None:
+    """Neither an exit nor the end of a script passes by as an error."""
+    if _watch is not None:
+        _watch[1].leave("its process has come to its end: by an exit, or with no more batches than that")
 
 
 _BROKEN = ("connection closed by peer", "connection reset", "broken pipe", "socket closed", "timed out waiting")

@@ -22,6 +22,7 @@ from contextlib import suppress
 from lightning_padmin.printing import printable
 
 _NOBODY = "its process is gone without a word: killed, crashed, or left by an exit"
+_AT_END = "it has come to the end of its batches, while others have more: give every rank as many"
 _MOST_WORDS, _MOST_BYTES = 1_000, 65_536
 _CONNECT_TIMEOUT = 5.0
 _RETRY = 0.2
@@ -46,6 +47,10 @@ class PeerWatch:
     def __init__(self, rank: int, world: int, publish: Publish, look_up: LookUp, towards: str | None = None) -> None:
         self.rank = rank
         self._said, self._gone = dict[int, str](), set[int]()
+        # How many exchanges this rank has begun, and is going to; how many each rank had when its batches were at an
+        # end, or is going to while another one's are.
+        self._begun, self._ahead = 0, 0
+        self._at_end, self._beyond = dict[int, int](), dict[int, int]()
         self._next = (rank + 1) % world
         self._look_up, self._is_closed = look_up, False
         self._changed = threading.Condition()
@@ -71,10 +76,44 @@ class PeerWatch:
         """Tells the ranks before this one, as far as they listen, why this one ends; does not wait."""
         self._spread(self.rank, words, is_gone=False)
 
+    def leave(self, words: str) -> None:
+        """The same for a process that ends; others know of batches that have come to an end."""
+        if self.rank not in self._at_end:
+            self.say(words)
+
     def forget(self) -> None:
         """Another training begins: what ended an earlier one, in processes that are still there, is over."""
         with self._changed:
             self._said = {rank: words for rank, words in self._said.items() if rank in self._gone}
+            self._begun, self._ahead, self._at_end, self._beyond = 0, 0, {}, {}
+
+    def begin_exchange(self) -> None:
+        """This rank meets the others; those that are at an end hear of it. Costs nothing where there are none."""
+        self._begun += 1
+        self._ahead = max(self._ahead, self._begun)
+        if self._at_end:
+            self._go_beyond()
+
+    def go_on(self) -> None:
+        """This rank has another batch, and may meet other ranks elsewhere before it comes to the next exchange."""
+        self._ahead = self._begun + 1
+        if self._at_end:
+            self._go_beyond()
+
+    def end_exchange(self) -> None:
+        """All ranks took part; one that was at an end before has begun another training."""
+        if self._at_end:
+            with self._changed:
+                self._at_end = {rank: begun for rank, begun in self._at_end.items() if begun >= self._begun}
+
+    def come_to_end(self) -> None:
+        """Tells the others, as far as they listen, that this rank has no more batches; does not wait."""
+        self._note("end", self.rank, self._begun)
+
+    def goes_on(self) -> bool:
+        """Whether another rank is known to have more batches than this one, which has come to its end."""
+        with self._changed:
+            return any(begun > self._begun for rank, begun in self._beyond.items() if rank != self.rank)
 
     def why(self, ranks: list[int]) -> dict[int, str]:
         """Those of these ranks that have ended, with the reason."""
@@ -144,6 +183,9 @@ class PeerWatch:
                 self._listeners.append(listener)
                 for rank, words in list(self._said.items()):
                     _send(listener, rank, words, rank in self._gone)
+                for what, known in (("end", self._at_end), ("on", self._beyond)):
+                    for rank, begun in list(known.items()):
+                        _send(listener, what, rank, begun)
         elif ready is self._wake_read:
             with suppress(OSError):
                 self._wake_read.recv(64)
@@ -165,20 +207,46 @@ class PeerWatch:
         self._received[successor] = rest[-_MOST_BYTES:]
         for line in lines:
             with suppress(ValueError, TypeError):
-                rank, words, is_gone = json.loads(line)
-                self._spread(int(rank), str(words), bool(is_gone))
+                first, second, third = json.loads(line)
+                if isinstance(first, str):
+                    self._note(first, int(second), int(third))
+                else:
+                    self._spread(int(first), str(second), bool(third))
 
     def _spread(self, rank: int, words: str, is_gone: bool) -> None:
         """Notes what has become of a rank, and tells the rank before this one, once."""
         with self._changed:
             if rank in self._gone or (rank in self._said and not is_gone):
                 return
+            if is_gone and self._at_end.get(rank, self._ahead) < self._ahead:
+                words = _AT_END
             words = self._said.setdefault(rank, printable(words, _MOST_WORDS))  # its own words, where it had some
             if is_gone:
                 self._gone.add(rank)
             self._changed.notify_all()
+        self._pass_on(rank, words, is_gone)
+
+    def _note(self, what: str, rank: int, begun: int) -> None:
+        """How far a rank has come, told the rank before this one, once."""
+        with self._changed:
+            known = self._at_end if what == "end" else self._beyond
+            if known.get(rank) == begun:
+                return
+            known[rank] = begun
+            self._changed.notify_all()
+        self._pass_on(what, rank, begun)
+        if what == "end":
+            self._go_beyond()
+
+    def _go_beyond(self) -> None:
+        """Tells those whose batches are at an end, where this rank has begun more; once in a training."""
+        ends = [begun for rank, begun in list(self._at_end.items()) if rank != self.rank]
+        if ends and min(ends) < self._ahead and self._beyond.get(self.rank, 0) <= max(ends):
+            self._note("on", self.rank, self._ahead)
+
+    def _pass_on(self, *message: object) -> None:
         for listener in list(self._listeners):
-            _send(listener, rank, words, is_gone)
+            _send(listener, *message)
 
     def _close_all(self) -> None:
         with suppress(Exception):
@@ -218,9 +286,9 @@ def _listening(address: str) -> socket.socket | None:
     return None
 
 
-def _send(listener: socket.socket, rank: int, words: str, is_gone: bool) -> None:
+def _send(listener: socket.socket, *message: object) -> None:
     with suppress(OSError):
-        listener.sendall(json.dumps([rank, words, is_gone]).encode() + b"\n")
+        listener.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _key(rank: int) -> str:

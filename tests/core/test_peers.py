@@ -68,6 +68,57 @@ def test_words_of_an_earlier_training_are_forgotten_but_not_who_is_gone(ranks: R
     assert list(ranks[0].why([1, 2, 3])) == [2]
 
 
+def exchange(ranks: Ring) -> None:
+    for each in ranks:
+        each.begin_exchange()
+    for each in ranks:
+        each.end_exchange()
+
+
+@pytest.mark.parametrize("goes_on", [PeerWatch.begin_exchange, PeerWatch.go_on])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_at_its_end_hears_that_another_one_goes_on(
+    ranks: Ring, goes_on: Callable[[PeerWatch], None], late: bool
+) -> None:
+    exchange(ranks)
+    if not late:
+        goes_on(ranks[3])
+    ranks[1].come_to_end()
+    until(lambda: 1 in ranks[3]._at_end)
+    if late:
+        assert not ranks[1].goes_on()
+        goes_on(ranks[3])
+    until(ranks[1].goes_on)
+    ranks[1].close()
+    assert "the end of its batches" in ranks[3].wait(5.0)[1]
+
+
+def test_ranks_at_the_same_end_wait_for_each_other(ranks: Ring) -> None:
+    exchange(ranks)
+    for rank in (1, 2, 3):
+        ranks[rank].come_to_end()
+    until(lambda: all(len(each._at_end) == 3 for each in ranks))
+    ranks[0].come_to_end()
+    until(lambda: all(len(each._at_end) == 4 for each in ranks))
+    assert not any(each.goes_on() for each in ranks)
+
+
+def test_an_end_that_is_heard_in_the_next_training_counts_for_nothing(ranks: Ring) -> None:
+    exchange(ranks)
+    for each in ranks:
+        each.forget()
+    ranks[1]._note("end", 1, 1)  # late
+    until(lambda: all(1 in each._at_end for each in ranks))
+    for _ in range(2):
+        exchange(ranks)
+    for each in ranks:
+        each.come_to_end()
+    until(lambda: all(len(each._at_end) == 4 for each in ranks))
+    assert not any(each.goes_on() for each in ranks)
+    ranks[1].close()
+    assert "without a word" in ranks[3].wait(5.0)[1]
+
+
 def test_nobody_is_missed_while_all_are_there(ranks: Ring) -> None:
     assert ranks[0].wait(0.1) == {}
 
