@@ -1,8 +1,8 @@
 """Two ranks, of which one is killed while they save: `python save_worker.py FOLDER ADAPTER:PLACE:RANK ...`.
 
 Adapters: `lightning` (ModelCheckpoint), `call` (`trainer.save_checkpoint` in a hook), `fsdp2` (a folder of shards),
-`trainer`, `trainer-stock`. Places: `state` (while this rank's state is asked for), `file` (half of it is on the disk),
-`written` (before the ranks meet again), `never`. Then the run goes on from the last whole checkpoint, if there is one.
+`trainer` and `grpo`, also with `-stock`. Places: `state` (while this rank's state is asked for), `file` (half of it is
+on the disk), `written` (before the ranks meet again), `never`. Then the run goes on from the last whole checkpoint.
 Written as JSON: exit codes, seconds and texts of both ranks, and what was there. Forked as in `gone_worker`.
 """
 
@@ -165,35 +165,46 @@ def places_of_shards(come_to: Places) -> None:
 
 
 def trainer(adapter: str, come_to: Places, folder: Path, checkpoint: Path | None, rank: int) -> Any:
-    """That of transformers."""
+    """That of transformers, or GRPO with completions from a script."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
-    import test_transformers_trainer as cases
-    from transformers import Trainer
 
-    base = Trainer if adapter == "trainer-stock" else cases.Ours
-
-    class Saves(base):  # type: ignore[misc, valid-type]
+    class Saves:
         def train(self, *args: Any, **options: Any) -> Any:
-            return super().train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            resumed = None if checkpoint is None else str(checkpoint)
+            return super().train(resume_from_checkpoint=resumed)  # type: ignore[misc]
+
+        def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
+            self._calls = [self.state.global_step]  # type: ignore[attr-defined]
+            return super()._generate_single_turn(*args, **options)  # type: ignore[misc]
 
         def _save_checkpoint(self, *args: Any, **options: Any) -> None:
             come_to("state")
-            super()._save_checkpoint(*args, **options)
+            super()._save_checkpoint(*args, **options)  # type: ignore[misc]
             come_to("written")
 
         def _save_optimizer_and_scheduler(self, *args: Any, **options: Any) -> None:
             come_to("file")
-            super()._save_optimizer_and_scheduler(*args, **options)
+            super()._save_optimizer_and_scheduler(*args, **options)  # type: ignore[misc]
 
-    options = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01}
-    more = {"ddp_backend": "gloo", "ddp_timeout": 20, "max_steps": 6, "gradient_accumulation_steps": 2}
-    config = None if adapter == "trainer-stock" else cases.BUDGET
-    return cases.train(Saves, cases.llama, config, output_dir=str(folder), **options, **more).parameters
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01}
+    options |= {"ddp_backend": "gloo", "ddp_timeout": 20, "max_steps": 6, "gradient_accumulation_steps": 2}
+    options["output_dir"] = str(folder)
+    if adapter.startswith("grpo"):
+        import trl_cases
+
+        kinds = trl_cases.trainers(outer=(Saves,))
+        is_ours = adapter == "grpo"
+        return trl_cases.train(kinds[is_ours], options, trl_cases.padmin() if is_ours else None).parameters
+    import test_transformers_trainer as cases
+    from transformers import Trainer
+
+    base, config = (Trainer, None) if adapter == "trainer-stock" else (cases.Ours, cases.BUDGET)
+    return cases.train(type("Saving", (Saves, base), {}), cases.llama, config, **options).parameters
 
 
 def train(adapter: str, place: str, who: int, folder: Path, checkpoint: Path | None, rank: int) -> None:
     come_to = killer(place if rank == who else "never")
-    if adapter.startswith("trainer"):
+    if adapter.startswith(("trainer", "grpo")):
         found = trainer(adapter, come_to, folder, checkpoint, rank)
     else:
         found = lightning(adapter, come_to, folder, checkpoint)
@@ -201,9 +212,13 @@ def train(adapter: str, place: str, who: int, folder: Path, checkpoint: Path | N
 
 
 def is_whole(adapter: str, path: Path) -> bool:
-    """Whether it would be taken for a checkpoint: the file that is written last is there, and can be read."""
-    if adapter.startswith("trainer"):
-        return (path / "trainer_state.json").exists()
+    """Whether the file that is written last is there, and can be read.
+
+    Those of a Trainer have random states besides, which every rank writes without waiting for another. Stock takes a
+    folder that lacks one, says so, and draws other numbers there.
+    """
+    if adapter.startswith(("trainer", "grpo")):
+        return all((path / name).exists() for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"))
     if adapter == "fsdp2":
         return (path / ".metadata").exists() and (path / "meta.pt").exists()
     try:
@@ -215,9 +230,12 @@ def is_whole(adapter: str, path: Path) -> bool:
 
 def main(root: str, *scenarios: str) -> None:
     torch.set_num_threads(1)
-    if any(scenario.startswith("trainer") for scenario in scenarios):  # once, not in every process that is forked off
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+    # Once, not in every process that is forked off.
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if any(scenario.startswith("trainer") for scenario in scenarios):
         import test_transformers_trainer  # noqa: F401
+    if any(scenario.startswith("grpo") for scenario in scenarios):
+        import trl_cases  # noqa: F401
     results: dict[str, Any] = {}
     for scenario in scenarios:
         adapter, place, who = scenario.split(":")
@@ -225,12 +243,12 @@ def main(root: str, *scenarios: str) -> None:
         folder.mkdir(parents=True)
         ranks = run(partial(train, adapter, place, int(who), folder, None))
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-        pattern = "checkpoint-*" if adapter.startswith("trainer") else "step=*.ckpt"
+        pattern = "checkpoint-*" if adapter.startswith(("trainer", "grpo")) else "step=*.ckpt"
         found = sorted(folder.glob(pattern), key=lambda path: int("".join(filter(str.isdigit, path.stem))))
         whole = [path for path in found if is_whole(adapter, path)]
         results[scenario] = {"ranks": ranks, "names": names, "whole": [path.name for path in whole]}
         results[scenario]["all"] = [path.name for path in found]
-        if place != "never" and whole and adapter != "trainer-stock":
+        if place != "never" and whole and not adapter.endswith("stock"):
             results[scenario]["resumed"] = run(partial(train, adapter, "never", 0, folder, whole[-1]))
         Path(root, "found.json").write_text(json.dumps(results))
 
