@@ -442,6 +442,10 @@ class MicroBatcher:
                 "carries no loss (as in a right-padded batch)"
             )
 
+    def speaks_with(self, other: MicroBatcher) -> None:
+        """What one of the two has said, the other does not say again."""
+        self._said = other._said
+
     def _once(self, message: str) -> None:
         """Warns once for the life of this object, however often it happens and with whatever numbers."""
         key = message.translate(str.maketrans("", "", "0123456789"))
