@@ -437,6 +437,8 @@ class PadMinCallback(pl.Callback):
             arguments = (self._trainer, self.config, self._exchange, kwargs, self._batcher, self._pack_check)
             self._batcher.may_pack = pack_gradients(*arguments)
         micro_batches = self._batcher.prepare(kwargs["batch"])
+        if self._batcher.has_changed and self._pack_check is not None:
+            self._pack_check.again()
         self._check(kwargs, micro_batches.schema, micro_batches.table, self._batcher.shows_first)
         self._count(micro_batches.stats)
         return micro_batches
@@ -642,7 +644,11 @@ def _pack_gate(trainer: pl.Trainer, module: pl.LightningModule, config: PadMinCo
         rank_zero_info(f"PadMinCallback: layout='pad': {why}")
         return None
     around = trainer.precision_plugin.forward_context
-    return gate_of(models, config, around, lambda words: rank_zero_info(f"PadMinCallback: {words}"))
+
+    def tell_first_rank(words: str) -> None:
+        rank_zero_info(f"PadMinCallback: {words}")
+
+    return gate_of(models, config, around, tell_first_rank, find=partial(transformers_models, module), inside=module)
 
 
 def _heed_architecture(module: pl.LightningModule, mode: str, width: int) -> list[Finding]:

@@ -201,6 +201,8 @@ class PadMinTrainerMixin:
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Stock; ranks hear why another one has ended."""
+        if self._padmin_announced is not None:
+            self._padmin_announced.agree_if_all_have_spoken()
         with telling_others() if self._padmin.enabled else nullcontext():
             return super().train(*args, **options)  # type: ignore[misc]
 
@@ -222,6 +224,7 @@ class PadMinTrainerMixin:
         self._padmin_prove(batches, num_items, self._padmin_pooling)
         self._padmin_pooling.min_micro_batches = len(batches)
         chunks = self._padmin_pooling.prepare_window(batches)
+        self._padmin_look_at_models(self._padmin_pooling)
         self._padmin_look_at_first_labels(chunks, num_items, self._padmin_pooling)
         guard = self._padmin_guard(chunks)
         num_items = self._padmin_without_lost(num_items, chunks, batches)
@@ -303,6 +306,7 @@ class PadMinTrainerMixin:
             batcher.min_micro_batches = 1
             self._padmin_prove([inputs], num_items_in_batch, batcher)
             chunks = batcher.prepare(inputs)
+            self._padmin_look_at_models(batcher)
             indices, guard = range(len(chunks)), self._padmin_guard(chunks)
             self._padmin_count(chunks.stats)
         if self._padmin_pools and not sums:
@@ -455,6 +459,12 @@ class PadMinTrainerMixin:
             batcher.pack_style, lambda style: self._padmin_gradients(read, num_items, batcher.config, packs=style)
         )
         self._padmin_batcher.may_pack = self._padmin_pooling.may_pack = passed
+
+    def _padmin_look_at_models(self, batcher: MicroBatcher) -> None:
+        """Packs are proven anew for models that have become others."""
+        if batcher.has_changed and self._padmin_packs is not None:
+            self._padmin_packs.again()
+            self._padmin_batcher.may_pack = self._padmin_pooling.may_pack = False
 
     def _padmin_check(
         self, read: tuple[Any, Schema, RowTable], num_items: Any, batcher: MicroBatcher

@@ -83,6 +83,9 @@ class PadMinMixin:
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Stock, from the beginning of an accumulation window, wherever an earlier training was given up."""
+        announced: Announcement | None = vars(self).get("_padmin_announced")
+        if announced is not None:
+            announced.agree_if_all_have_spoken()
         if self._padmin is None:
             return super().train(*args, **options)  # type: ignore[misc]
         self._padmin.reset()

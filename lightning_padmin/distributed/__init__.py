@@ -19,6 +19,7 @@ from lightning_padmin.distributed.collectives import (
     exchange_at_end,
     explain,
     forget_last_words,
+    go_on,
     group_store,
     heard_of_others,
     is_broken_connection,

@@ -71,6 +71,7 @@ class Announcement:
             self._store = None
             return
         number = next(_numbers.setdefault(who, itertools.count()))  # the same on every rank that has the library
+        self._unheard, self._lost = [other for other in range(world) if other != rank], list[int]()
         self._keys = [f"padmin/announced/{who}/{number}/{other}" for other in range(world)]
         store.set(self._keys[rank], json.dumps(dict(facts)))
 
@@ -101,15 +102,16 @@ class Announcement:
             return self.facts
         self._store = None
         began, told = time.monotonic(), False
-        while missing := [rank for rank, key in enumerate(self._keys) if not store.check([key])]:
+        while missing := self._missing(store):
             ranks, waited = ", ".join(map(str, missing)), time.monotonic() - began
             if waited > _TELL_AFTER and not told:
                 told = True
                 tell(f"waiting for rank {ranks}, which has no {self._who} yet")
-            if waited > patience or gone() is not None:
+            why = gone() or ("the rank that holds the key-value store has ended" if missing == self._lost else None)
+            if waited > patience or why is not None:
                 raise ConfigError(
                     f"rank {ranks} has no {self._who}, while rank {self._rank} has one"
-                    + (f" ({gone()})" if gone() is not None else f" (nothing was heard of it within {patience:.0f} s)")
+                    + (f" ({why})" if why is not None else f" (nothing was heard of it within {patience:.0f} s)")
                     + ": ranks would run different passes. Set it up on every rank, with the same options"
                 )
             time.sleep(0.02)
@@ -121,6 +123,23 @@ class Announcement:
             self._wait_until_read(store)
             raise
         return self.facts
+
+    def agree_if_all_have_spoken(self) -> None:
+        """`agree` without waiting: for places that come before a collective, which a rank that is refused misses.
+
+        Raises:
+            ConfigError: as `agree` does.
+        """
+        if self._store is not None and not self._missing(self._store):
+            self.agree()
+
+    def _missing(self, store: Store) -> list[int]:
+        """Ranks that have said nothing; those of the last time where the store is gone, which is then noted."""
+        try:
+            self._unheard = [rank for rank, key in enumerate(self._keys) if not store.check([key])]
+        except RuntimeError:  # DistStoreError, DistNetworkError
+            self._lost = self._unheard
+        return self._unheard
 
     def _wait_until_read(self, store: Store) -> None:
         """The rank that holds the store must not leave before the others know what it knows."""

@@ -142,6 +142,10 @@ class PaddedForward:
         self._pending = pending  # only now: had anything raised, there would be nothing to send backward
         return outputs
 
+    def speaks_with(self, other: PaddedForward) -> None:
+        """What one of the two has said, the other does not say again."""
+        self._batcher.speaks_with(other._batcher)
+
     def _checked(self, inputs: dict[str, Any], kept: KeptLogits | None) -> dict[str, Any]:
         if kept is not None:
             kept.check(inputs.get(self.config.mask_key))

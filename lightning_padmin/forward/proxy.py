@@ -107,6 +107,7 @@ class _Proxy:
         def forward(*args: Any, **inputs: Any) -> Any:
             return self._forward(*args, **inputs)
 
+        forward.padmin_stands_for = own
         self._model.forward = forward
         try:
             yield
@@ -141,5 +142,8 @@ class _Proxy:
         key = id(self._model), mask
         if key not in self._kept:
             config = replace(self._config, mask_key=mask)
-            self._kept[key] = PaddedForward(self._model, config, exchange=self._exchange, gate=self._gate)
+            made = PaddedForward(self._model, config, exchange=self._exchange, gate=self._gate)
+            for other in self._kept.values():  # a training says a thing once, not for each of its models
+                made.speaks_with(other)
+            self._kept[key] = made
         return self._kept[key]

@@ -50,6 +50,8 @@ class MicroBatcher:
 
     Attributes:
         may_pack: whether rows are packed once the gate says so.
+        has_changed: whether, on some rank, models had become others when the last batch was planned, so that the step
+            must be looked at again; where that is not known yet (`may_pack`), nothing is packed until then.
         shows_first: whether in the batch that was read last, on some rank, rows weigh more or less in the loss
             according to whether it takes labels on first tokens.
 
@@ -81,7 +83,8 @@ class MicroBatcher:
                 "layout='pack' is only for models that were measured not to leak, and here no model is known: use "
                 "PaddedForward(model, config), PadMinCallback, PadMinTrainerMixin or PadMinMixin"
             )
-        self._gate = gate
+        self._gate, self._asks_of_step = gate, not may_pack
+        self.has_changed, self._changes = False, 0
         self.min_micro_batches = min_micro_batches
         self._before_reading, self._row_limit = before_reading, row_limit
         self._declared, self._last_schema = schema, schema
@@ -123,6 +126,8 @@ class MicroBatcher:
         raise_together(error, agreed[:, 0])
         assert local is not None
         self.shows_first = bool(agreed[:, 6].any())
+        self.has_changed = bool(agreed[:, 7].any())
+        self.may_pack = self.may_pack and not self.has_changed
         schema, table, plan = local
         return self._assemble(batch, schema, table, plan, agreed)
 
@@ -154,6 +159,7 @@ class MicroBatcher:
             batch = make()
             local = batch, *self.read(batch)
             self._is_packable = self._may_be_packed(*local)
+            self._models_have_changed()  # what is looked at now, is looked at as they are
         except Exception as caught:
             error = caught
         agreed = self._exchange([_code(error), 0 if local is None else self._has_first(local[2])])
@@ -169,13 +175,14 @@ class MicroBatcher:
         return int(self.config.loss_reduction == "token-mean" and bool((table.first_weight > 0).any()))
 
     def _message(self, local: tuple[Schema, RowTable, Plan] | None, error: Exception | None) -> list[int]:
-        """Error code, micro-batches, slots, row weight (a float64's bits), largest slots, lost targets, first."""
+        """Error code, micro-batches, slots, row weight (a float64's bits), largest slots, lost targets, two flags."""
         if local is None:
-            return [_code(error), 0, 0, 0, 0, 0, 0]
+            return [_code(error), 0, 0, 0, 0, 0, 0, 0]
         _, table, plan = local
         total = np.float64(table.weight.sum()).view(np.int64)
         largest = int(plan.slots_per_group.max())
-        return [0, len(plan), plan.slots, int(total), largest, table.lost_targets, self._has_first(table)]
+        changed = self._asks_of_step and self._models_have_changed()
+        return [0, len(plan), plan.slots, int(total), largest, table.lost_targets, self._has_first(table), int(changed)]
 
     def read(self, batch: Any) -> tuple[Schema, RowTable]:
         """Schema and row table of a batch; raises PadMinError for one that cannot be understood."""
@@ -216,7 +223,10 @@ class MicroBatcher:
     def _plan(self, batch: Any) -> tuple[Schema, RowTable, Plan]:
         config = self.config
         schema, table = self.read(batch)
-        packed = self._plan_packs(batch, schema, table) if self._gate_opens(schema, table) and self.may_pack else None
+        opens = self._gate_opens(schema, table) and self.may_pack
+        if self._asks_of_step and self._gate is not None and self._gate.changes != self._changes:
+            opens = False  # whether the step takes packs is known of the models before
+        packed = self._plan_packs(batch, schema, table) if opens else None
         if packed is not None:
             self._tell(table, packed)
             return schema, table, packed
@@ -240,6 +250,11 @@ class MicroBatcher:
     def _gate_opens(self, schema: Schema, table: RowTable) -> bool:
         """Whether rows may be packed by what is known of the model; an encoder-decoder's only to be refused."""
         return self._gate is not None and (len(schema.widths) > 1 or self._gate(table.length[:, 0]))
+
+    def _models_have_changed(self) -> bool:
+        """Whether they have since this was asked last."""
+        before, self._changes = self._changes, 0 if self._gate is None else self._gate.changes
+        return self._changes != before
 
     def _plan_packs(self, batch: Any, schema: Schema, table: RowTable) -> Plan | None:
         """None where `layout="auto"` pads a batch that cannot be packed."""
@@ -408,6 +423,10 @@ class MicroBatcher:
                 "padded, it was predicted from a padding slot; rolled to the front, it has nothing before it and "
                 "carries no loss (as in a right-padded batch)"
             )
+
+    def speaks_with(self, other: MicroBatcher) -> None:
+        """What one of the two has said, the other does not say again."""
+        self._said = other._said
 
     def _once(self, message: str) -> None:
         """Warns once for the life of this object, however often it happens and with whatever numbers."""

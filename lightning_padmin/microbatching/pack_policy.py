@@ -18,10 +18,12 @@ class PackPolicy(Protocol):
     Attributes:
         style: what packs have, once they are proven.
         verdict: None until it is known.
+        changes: how often models have become others since packs were proven.
     """
 
     style: PackStyle
     verdict: bool | None
+    changes: int
 
     def __call__(self, lengths: Ints, /) -> bool:
         """Whether rows of these lengths are to be packed; raises where they must be and cannot."""

@@ -13,6 +13,7 @@ from lightning_padmin.runtime.isolation import (
     DATA_OF_TRAINERS,
     AttributeState,
     ModuleState,
+    attention_inside,
     holders_of,
     random_states,
     same_random_states,

@@ -65,6 +65,13 @@ def _attention(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def attention_inside(function: Any) -> Any:
+    """Of what `without_dropout` has put in place of attention, the function that it runs; others as they are."""
+    while isinstance(function, partial) and function.func is _attention:
+        function = function.args[0]
+    return function
+
+
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[_Watch]:
     """No dropout inside, in forward passes and where checkpointing computes them again; recurrent layers included.
@@ -78,7 +85,8 @@ def without_dropout(module: nn.Module) -> Iterator[_Watch]:
         # modes themselves; these look the functions up by name.
         for name in _DROPOUTS:
             stack.enter_context(mock.patch.object(F, name, _kept_whole))
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", partial(_attention, _STOCK_ATTENTION)))
+        now = F.scaled_dot_product_attention  # the user's own, where one was written over it
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", partial(_attention, now)))
         for child in module.modules():
             if isinstance(child, nn.RNNBase) and child.dropout:
                 stack.enter_context(mock.patch.object(child, "dropout", 0.0))

@@ -10,6 +10,7 @@ change.
     sketch          gradients compared without a copy of them
     explain         findings in words
     leak            whether a model keeps packed rows apart, and who may pack
+    made_with       what a proof of packs was made with
     pack_check      the check of the step on packs
     one_loss        a trainer's own step, watched
     equivalence     `verify_equivalence`, for the command line and for tests

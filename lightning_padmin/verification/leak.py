@@ -30,6 +30,7 @@ from lightning_padmin.errors import ConfigError, PadMinWarning
 from lightning_padmin.microbatching import PackMap, PackStyle, pack_layout
 from lightning_padmin.planning import Ints, plan_packs
 from lightning_padmin.runtime import untouched, without_dropout
+from lightning_padmin.verification.made_with import MadeWith
 from lightning_padmin.verification.sketch import Sketches, combine, difference, largest, sketched_gradients
 
 _logger = logging.getLogger(__name__)
@@ -245,7 +246,7 @@ def _relative_gradients(found: Sketches, wanted: Sketches) -> float:
 
 
 class PackGate:
-    """Decides once, on the first batch with two documents, whether rows are packed.
+    """Decides on the first batch with two documents whether rows are packed; again when the models have changed.
 
     Args:
         models: the models of transformers that are going to get packs, by name.
@@ -253,11 +254,15 @@ class PackGate:
         around: context of a forward pass (autocast).
         say: told the decision of `layout="auto"` once, in words.
         wants_gradients: decides only where gradients are taken: adapters may be switched off elsewhere.
+        find: the models as they are now, where `inside` holds others than before.
+        inside: what holds the models as attributes.
 
     Attributes:
         style: what packs have, once they are proven.
         verdict: None until it is known.
         leaks: what was measured, by name of the model.
+        changes: how often models have become others since packs were proven: another way to attend, another function
+            or module.
     """
 
     def __init__(
@@ -268,9 +273,14 @@ class PackGate:
         around: Context = nullcontext,
         say: Callable[[str], None] = lambda words: None,
         wants_gradients: bool = False,
+        find: Callable[[], Mapping[str, nn.Module]] | None = None,
+        inside: nn.Module | None = None,
     ) -> None:
         self._models, self._config, self._around, self._say = dict(models), config, around, say
         self._wants_gradients, self._proven = wants_gradients, 0
+        self._find, self._inside = find, inside
+        self._made_with: MadeWith | None = None  # of the proof that stands
+        self._since, self.changes = "", 0
         shift = 1 if config.label_shift is None else config.label_shift
         self.style = PackStyle(config.ignore_index, shift)
         self.leaks: dict[str, Leak] = {}
@@ -289,6 +299,7 @@ class PackGate:
         Raises:
             ArchitectureError: `layout="pack"`, and documents leak; names the model and the measured leak.
         """
+        self._look()
         if self.verdict is False or (self._wants_gradients and not torch.is_grad_enabled()):
             return bool(self.verdict)
         documents = self._documents(lengths)
@@ -296,6 +307,19 @@ class PackGate:
         if len(documents) >= 2 and sum(documents) > self._proven:
             self._prove(self._more(documents))
         return bool(self.verdict)
+
+    def _look(self) -> None:
+        """A proof counts for what it was made with."""
+        change = None if self._made_with is None else self._made_with.change()
+        if change is None:
+            return
+        self._since = f" ({change} since packs were proven)"
+        self.changes += 1
+        self._made_with, self._proven = None, 0
+        if self.verdict:
+            self.verdict = None
+        if self._find is not None:
+            self._models = dict(self._find())
 
     @property
     def is_demanded(self) -> bool:
@@ -326,17 +350,19 @@ class PackGate:
 
     def _prove(self, documents: Sequence[int]) -> None:
         before, self.leaks = self.verdict, {}
+        made_with = MadeWith(self._models, self._inside)
         for style in self._styles():
             found = {name: self._leak(model, documents, style) for name, model in self._models.items()}
             self.leaks = self.leaks or found
             if all(leak.is_none for leak in found.values()):
-                self.leaks, self.style, self._proven = found, style, sum(documents)
+                self.leaks, self.style, self._proven, self._made_with = found, style, sum(documents), made_with
                 words = "; ".join(f"{_title(name, self._models)}: {leak}" for name, leak in found.items())
+                words += self._since
                 if before is None:
                     self._decide(True, words)
                 return
         name, leak = next((name, leak) for name, leak in self.leaks.items() if not leak.is_none)
-        words = f"{_title(name, self._models)}: {leak}"
+        words = f"{_title(name, self._models)}: {leak}{self._since}"
         if self._config.layout == "pack":
             raise ArchitectureError(
                 f"layout='pack': {words}. Use layout='pad', which needs nothing of the model and is exact for it"
@@ -366,12 +392,14 @@ def gate_of(
     around: Context = nullcontext,
     say: Callable[[str], None] | None = None,
     wants_gradients: bool = False,
+    find: Callable[[], Mapping[str, nn.Module]] | None = None,
+    inside: nn.Module | None = None,
 ) -> PackGate | None:
     """The gate of these models; None where the options do not ask for packing."""
     if config.layout == "pad":
         return None
     told = say or (_warn if config.layout == "auto" else _logger.info)
-    return PackGate(models, config, around=around, say=told, wants_gradients=wants_gradients)
+    return PackGate(models, config, around=around, say=told, wants_gradients=wants_gradients, find=find, inside=inside)
 
 
 def _warn(words: str) -> None:

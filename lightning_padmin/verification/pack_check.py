@@ -57,6 +57,10 @@ class PackCheck:
         self.has_passed = bool(verdict)
         return self.has_passed
 
+    def again(self) -> None:
+        """Models have become others on some rank: what was found out of the step does not count any more."""
+        self._batches, self.is_due, self.has_passed = 0, True, False
+
     def _of(self, check: Callable[[], Outcome | None]) -> bool | None:
         """True if the step takes packs, False where rows are padded for good, None if this batch cannot tell."""
         try:

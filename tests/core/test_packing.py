@@ -438,6 +438,19 @@ def test_auto_with_a_kernel_packs_only_what_is_proven(monkeypatch: pytest.Monkey
     assert "layout='pad': model (Mixer, attention 'sdpa'): documents of a pack change each other" in said[0]
 
 
+def test_auto_pads_from_then_on_where_another_attention_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_padmin.verification.leak.has_varlen_kernel", lambda model: True)
+    model = Mixer()
+    found, said = gate(model, "auto")
+    assert found(LENGTHS)
+    model.leaks, model.config._attn_implementation = 1.0, "other"
+    assert not found(LENGTHS)
+    assert found.verdict is False
+    assert len(said) == 2
+    assert "layout='pad'" in said[-1]
+    assert "is 'other' since packs were proven" in said[-1]
+
+
 def test_mixers_whose_kernels_read_the_numbers_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArchitectureError):
         gate(Mixer(reads="seq_idx"))[0](LENGTHS)

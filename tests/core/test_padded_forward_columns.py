@@ -164,6 +164,8 @@ def test_without_the_map_the_loss_is_another(monkeypatch: pytest.MonkeyPatch) ->
         (-3, "logits_to_keep is -3"),
         (True, "logits_to_keep is True"),
         (np.int64(3), r"logits_to_keep is np.int64\(3\)"),
+        (slice(-2, None), r"logits_to_keep is slice\(-2, None"),
+        (range(8, 10), r"logits_to_keep is range\(8, 10\)"),
     ],
 )
 def test_other_selections_are_refused(value: Any, said: str) -> None:

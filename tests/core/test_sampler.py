@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +323,28 @@ def test_iterators_count_for_themselves() -> None:
     sampler.set_epoch(1)
     assert next(late) != whole[0]
     assert (sampler.state_dict()["epoch"], sampler.state_dict()["done"]) == (1, 1)
+
+
+def test_copies_epochs_and_states_do_not_disturb_an_iteration_under_way() -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, 200)
+    rows = list(range(200))
+
+    def flat(batches: Any) -> list[int]:
+        return sorted(index for batch in batches for index in batch)
+
+    for disturb in (
+        copy.deepcopy,
+        lambda sampler: pickle.loads(pickle.dumps(sampler)),
+        lambda sampler: sampler.set_epoch(3),
+        lambda sampler: sampler.load_state_dict(sampler.state_dict()),
+    ):
+        sampler = LengthBucketBatchSampler(lengths, token_budget=200)
+        under_way = iter(sampler)
+        begun = [next(under_way) for _ in range(4)]
+        other = disturb(sampler)  # type: ignore[no-untyped-call]
+        assert flat([*begun, *under_way]) == rows
+        if other is not None:
+            assert flat(other) == rows
 
 
 def test_a_row_over_the_budget_is_alone_and_told() -> None:
