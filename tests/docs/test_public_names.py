@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import base64
 import importlib
-import importlib.metadata
 import json
 import pickle
 import re
