@@ -41,10 +41,11 @@ def names_of(module: Any) -> list[str]:
 
 def objects() -> dict[str, Any]:
     """What users keep in pickles: configurations in checkpoints and worker arguments, errors that cross processes."""
-    from lightning_padmin import Field, PaddingStats, PadMinArguments, PadMinConfig, PadMinWarning
-    from lightning_padmin.errors import BatchError, ConfigError, GradientCheckError, PadMinError, PeerError
     from lightning_padmin.fields import Schema
     from lightning_padmin.guards import ArchitectureError, Finding
+
+    from lightning_padmin import Field, PaddingStats, PadMinArguments, PadMinConfig, PadMinWarning
+    from lightning_padmin.errors import BatchError, ConfigError, GradientCheckError, PadMinError, PeerError
 
     field = Field("position", position_dims=(1,), fill=0)
     return {

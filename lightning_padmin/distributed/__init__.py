@@ -43,6 +43,7 @@ __all__ = [
     "exchange_at_end",
     "explain",
     "forget_last_words",
+    "go_on",
     "group_store",
     "heard_of_others",
     "is_broken_connection",

@@ -25,6 +25,7 @@ __all__ = [
     "DATA_OF_TRAINERS",
     "AttributeState",
     "ModuleState",
+    "attention_inside",
     "holders_of",
     "random_states",
     "same_random_states",
