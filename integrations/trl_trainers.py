@@ -1,5 +1,5 @@
 """The old path of `lightning_padmin.integrations.trl`."""
 
-from lightning_padmin.integrations.trl import PadMinMixin
+from lightning_padmin.integrations.trl import PadMinGRPOTrainer, PadMinMixin, PadMinRLOOTrainer
 
-__all__ = ["PadMinMixin"]
+__all__ = ["PadMinGRPOTrainer", "PadMinMixin", "PadMinRLOOTrainer"]

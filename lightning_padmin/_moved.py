@@ -138,6 +138,6 @@ class _ToNewPlace(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Has old paths found, after all others; once per process."""
+    """Has old paths found; once per process."""
     if not any(type(finder).__name__ == _ToNewPlace.__name__ for finder in sys.meta_path):
-        sys.meta_path.append(_ToNewPlace())
+        sys.meta_path.insert(0, _ToNewPlace())

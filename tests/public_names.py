@@ -21,6 +21,7 @@ MODULES = (
     *("arguments", "cli", "config", "distributed", "environment", "errors", "fields", "gradient_hooks", "guards"),
     *("launch", "layout", "memory", "microbatch", "padded_forward", "plan", "planner", "rows", "run", "sampler"),
     *("schema", "sequence", "stats", "verify", "diagnose", "diagnose.command", "diagnose.report"),
+    *(f"integrations.{name}" for name in ("accelerate", "lightning", "transformers", "trl")),
     "integrations.accelerate_toggle",
     "integrations.fabric",
     "integrations.lightning_callback",
@@ -41,10 +42,9 @@ def names_of(module: Any) -> list[str]:
 
 def objects() -> dict[str, Any]:
     """What users keep in pickles: configurations in checkpoints and worker arguments, errors that cross processes."""
-    from lightning_padmin.fields import Schema
-    from lightning_padmin.guards import ArchitectureError, Finding
-
     from lightning_padmin import Field, PaddingStats, PadMinArguments, PadMinConfig, PadMinWarning
+    from lightning_padmin.architectures import ArchitectureError, Finding
+    from lightning_padmin.batch import Schema
     from lightning_padmin.errors import BatchError, ConfigError, GradientCheckError, PadMinError, PeerError
 
     field = Field("position", position_dims=(1,), fill=0)

@@ -20,9 +20,8 @@ from lightning_padmin.architectures import (
     token_mean,
     vocabulary_of,
 )
-from lightning_padmin.cli.env import describe
 from lightning_padmin.cli.launch import launch
-from lightning_padmin.config import PadMinConfig
+from lightning_padmin.config import PadMinConfig, describe
 from lightning_padmin.diagnose.command import add_parser
 from lightning_padmin.errors import PadMinError
 from lightning_padmin.printing import first_line, printable, say

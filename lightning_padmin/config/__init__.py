@@ -7,6 +7,7 @@ files and command lines. Nothing here acts on an option.
     arguments        the same for `HfArgumentParser`
     environment      explicit argument, then `PADMIN_*`, then a file
     accelerate_file  the file that `accelerate launch` was given
+    report           what a bug report should say
     wording          messages that speak of variables where options are set so
 """
 
@@ -47,6 +48,7 @@ from lightning_padmin.config.options import (
     option_names,
     refuses_unknown_options,
 )
+from lightning_padmin.config.report import describe
 from lightning_padmin.config.wording import in_variables
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "checked_section",
     "config_file_of",
     "config_file_of_options",
+    "describe",
     "in_variables",
     "is_main_process",
     "launch_arguments",

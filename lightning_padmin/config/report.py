@@ -8,7 +8,8 @@ import os
 import platform
 from typing import Any
 
-from lightning_padmin.config import PadMinConfig, option_names, resolve
+from lightning_padmin.config.environment import resolve
+from lightning_padmin.config.options import PadMinConfig, option_names
 from lightning_padmin.errors import ConfigError
 
 _PACKAGES = ("torch", "numpy", "lightning", "transformers", "accelerate", "trl", "deepspeed", "peft", "kernels")
