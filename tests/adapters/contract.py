@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -289,7 +290,7 @@ class Scenario:
         if adapter in ("sft", "dpo") and self.offline is None:
             return NotApplicable("batches, labels and the loss are the trainer's own")
         # Where whole losses are taken of whole batches there are no weights.
-        whole = adapter in ("lightning-joint", "grpo-joint", "grpo-replay", "sft", "dpo")
+        whole = adapter in ("lightning-joint", "grpo-joint", "sft", "dpo")
         return Equal(fault="rows" if whole else "weights")
 
     def batches(self, padding: Padding | None = None) -> list[Batch]:
@@ -572,18 +573,19 @@ def equal_weights() -> Iterator[None]:
         weights, shares = original(*arguments)
         return np.full_like(weights, 1 / len(weights)), shares
 
-    MicroBatcher._weights = weights  # type: ignore[method-assign]
-    passes = sys.modules.get("lightning_padmin.integrations.trl_passes")
-    if passes is not None:
-        import trl_cases
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(MicroBatcher, "_weights", weights))
+        if "lightning_padmin.integrations.trl_passes" in sys.modules:
+            import trl_cases
 
-        split, passes.Passes._split = passes.Passes._split, trl_cases.equally(passes.Passes._split)
-    try:
+            from lightning_padmin.integrations.trl_passes import Passes
+            from lightning_padmin.integrations.trl_window import Window
+
+            split, pull = Passes._split, Window.pull
+            stack.enter_context(mock.patch.object(Passes, "_split", trl_cases.equally(split)))
+            shared = mock.patch.object(Window, "pull", lambda self, *args: pull(self, *args) / len(self.batches))
+            stack.enter_context(shared)
         yield
-    finally:
-        MicroBatcher._weights = original  # type: ignore[method-assign]
-        if passes is not None:
-            passes.Passes._split = split
 
 
 @contextlib.contextmanager
