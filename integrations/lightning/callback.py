@@ -293,7 +293,7 @@ class PadMinCallback(pl.Callback):
             raise MisconfigurationException(
                 "micro_batches is for the training_step of a module with automatic_optimization=False, while fit runs"
             )
-        planned = self._batcher.prepare(batch)
+        planned = self._batcher.prepare(batch, may_pack=False)
 
         @contextmanager
         def around(micro: MicroBatch) -> Iterator[None]:
@@ -435,8 +435,9 @@ class PadMinCallback(pl.Callback):
         if self._pack_check is not None and self._pack_check.is_due:
             assert self._trainer is not None
             arguments = (self._trainer, self.config, self._exchange, kwargs, self._batcher, self._pack_check)
-            self._batcher.may_pack = pack_gradients(*arguments)
-        micro_batches = self._batcher.prepare(kwargs["batch"])
+            pack_gradients(*arguments)
+        may_pack = self._pack_check is not None and self._pack_check.has_passed
+        micro_batches = self._batcher.prepare(kwargs["batch"], may_pack=may_pack)
         if self._batcher.has_changed and self._pack_check is not None:
             self._pack_check.again()
         self._check(kwargs, micro_batches.schema, micro_batches.table, self._batcher.shows_first)
@@ -463,7 +464,7 @@ class PadMinCallback(pl.Callback):
             before_reading=check,
             row_limit=self._row_limit,
             gate=self._gate,
-            may_pack=False,
+            asks_of_step=True,
             packs_inside=self.config.mode == "joint",
             other_masks=None if self.config.mode == "joint" else OTHER_MASKS,
         )

@@ -179,7 +179,7 @@ class PadMinTrainerMixin:
             before_reading=self._padmin_look_at_hooks,
             row_limit=limit,
             gate=gate,
-            may_pack=False,
+            asks_of_step=True,
             subtracts_lost=is_pooling and self._padmin_subtracts_lost,
         )
 
@@ -222,8 +222,9 @@ class PadMinTrainerMixin:
         if not self._padmin_pools:
             return batches, num_items
         self._padmin_prove(batches, num_items, self._padmin_pooling)
-        self._padmin_pooling.min_micro_batches = len(batches)
-        chunks = self._padmin_pooling.prepare_window(batches)
+        chunks = self._padmin_pooling.prepare_window(
+            batches, may_pack=self._padmin_may_pack, min_micro_batches=len(batches)
+        )
         self._padmin_look_at_models(self._padmin_pooling)
         self._padmin_look_at_first_labels(chunks, num_items, self._padmin_pooling)
         guard = self._padmin_guard(chunks)
@@ -303,9 +304,8 @@ class PadMinTrainerMixin:
             self._padmin_refuse_changed(model, inputs)
             chunks, indices, guard = inputs.chunks, inputs.indices, inputs.guard
         else:
-            batcher.min_micro_batches = 1
             self._padmin_prove([inputs], num_items_in_batch, batcher)
-            chunks = batcher.prepare(inputs)
+            chunks = batcher.prepare(inputs, may_pack=self._padmin_may_pack)
             self._padmin_look_at_models(batcher)
             indices, guard = range(len(chunks)), self._padmin_guard(chunks)
             self._padmin_count(chunks.stats)
@@ -455,16 +455,17 @@ class PadMinTrainerMixin:
         if check is None or not check.is_due:
             return
         read = batcher.read_window_together(batches)
-        passed = check(
-            batcher.pack_style, lambda style: self._padmin_gradients(read, num_items, batcher.config, packs=style)
-        )
-        self._padmin_batcher.may_pack = self._padmin_pooling.may_pack = passed
+        check(batcher.pack_style, lambda style: self._padmin_gradients(read, num_items, batcher.config, packs=style))
+
+    @property
+    def _padmin_may_pack(self) -> bool:
+        """Whether it is known that the loss takes packed rows."""
+        return self._padmin_packs is not None and self._padmin_packs.has_passed
 
     def _padmin_look_at_models(self, batcher: MicroBatcher) -> None:
         """Packs are proven anew for models that have become others."""
         if batcher.has_changed and self._padmin_packs is not None:
             self._padmin_packs.again()
-            self._padmin_batcher.may_pack = self._padmin_pooling.may_pack = False
 
     def _padmin_check(
         self, read: tuple[Any, Schema, RowTable], num_items: Any, batcher: MicroBatcher

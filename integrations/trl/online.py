@@ -52,7 +52,6 @@ from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, OutOfMemor
 from lightning_padmin.stats import PaddingStats
 from lightning_padmin.verification import OneLoss, PackGate, gate_of
 
-_NO_LIMIT = 2**40
 _COUPLES = "gradients of the loss at the log-probs change by {:.2g} when rows are split, so it couples rows"
 _NOT_OF_LOG_PROBS = (
     "the loss has a part that does not come from the log-probs of its rows: it runs the model itself, asks for "
@@ -137,13 +136,12 @@ class Engine:
             positions = {name: along[name] for name in trl_stock.POSITIONS if along[name] is not None}
             return {"input_ids": input_ids, "attention_mask": attention_mask, **positions, **images}
 
-        config = self._with_budget(rows * input_ids.shape[1])
-        if options.get("compute_aux_loss"):
-            # The balance loss of experts is one of all rows together: rolled and trimmed, but not split.
-            config = replace(config, token_budget=_NO_LIMIT, launch_cost=_NO_LIMIT, max_rows=None)
+        # The balance loss of experts is one of all rows together.
+        is_whole = bool(options.get("compute_aux_loss"))
         training = torch.is_grad_enabled()
         no_sync = self._no_sync_of(model) if training else None
-        batches = self._batcher(config, min_micro_batches=0).prepare_made(tokens)
+        budget = self._budget(rows * input_ids.shape[1])
+        batches = self._batcher(0).prepare_made(tokens, token_budget=budget, is_whole=is_whole)
         self._look_at_prompts(first_tokens(batches.table, logits_to_keep))
         order = trl_images.in_order(batches.slot_maps, images.get("num_images"))
         guard = MemoryGuard(batches, rank=self._rank)
@@ -163,25 +161,20 @@ class Engine:
                 "nothing before it, so its log-prob is not that of the trainer without PadMinMixin"
             )
 
-    def _batcher(self, config: PadMinConfig, min_micro_batches: int) -> MicroBatcher:
-        """Kept between batches, so that it says things once; the budget may follow the width of the batch.
+    def _batcher(self, steps: int) -> MicroBatcher:
+        """One for windows of so many steps, kept between batches, so that it says things once.
 
         Passes that only score (0) have one of their own: those that train take more memory.
         """
-        if min_micro_batches not in self._batchers:
-            self._batchers[min_micro_batches] = MicroBatcher(
-                config,
-                exchange=self._exchange,
-                row_limit=self._row_limit,
-                min_micro_batches=max(1, min_micro_batches),
-                gate=self._gate,
+        if steps not in self._batchers:
+            self._batchers[steps] = MicroBatcher(
+                self._config, exchange=self._exchange, row_limit=self._row_limit, gate=self._gate
             )
-        batcher = self._batchers[min_micro_batches]
-        batcher.config = config
-        return batcher
+        return self._batchers[steps]
 
-    def _with_budget(self, slots: int) -> PadMinConfig:
-        return self._config if self._config.token_budget is not None else replace(self._config, token_budget=slots)
+    def _budget(self, slots: int) -> int:
+        """Most slots of a micro-batch, where stock puts so many through at once."""
+        return self._config.token_budget if self._config.token_budget is not None else slots
 
     @property
     def _rank(self) -> int:
@@ -309,7 +302,7 @@ class Engine:
         if trl_stock.prepares_itself(type(trainer)):
             self._say(_NOT_POOLED)
         slots = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
-        window = Window(entries, self._batcher(self._with_budget(slots), min_micro_batches=len(entries)))
+        window = Window(entries, self._batcher(len(entries)), self._budget(slots))
         self._look_at_prompts(first_tokens(window.batches.table, window.completion))
         # As it is now: while chunks run, an attribute of the trainer stands in its place.
         loss = partial(self._stock_loss, trainer.compute_loss, num_items_in_batch)

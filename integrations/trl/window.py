@@ -47,7 +47,8 @@ class Window:
 
     Args:
         entries: the prepared inputs of the stock micro-batches, all of one shape.
-        batcher: plans the rows; its plans have at least W micro-batches.
+        batcher: plans the rows.
+        token_budget: most slots of a chunk.
 
     Attributes:
         batches: the chunks.
@@ -55,12 +56,14 @@ class Window:
         step: the stock micro-batch whose share of chunks is next.
     """
 
-    def __init__(self, entries: Sequence[Mapping[str, Any]], batcher: MicroBatcher) -> None:
+    def __init__(self, entries: Sequence[Mapping[str, Any]], batcher: MicroBatcher, token_budget: int) -> None:
         self.entries = [Entry(inputs) for inputs in entries]
         self.completion = int(entries[0]["completion_ids"].shape[1])
         self._rows = len(entries[0]["prompt_ids"])
         self._images: list[int] | None = None
-        self.batches: MicroBatches = batcher.prepare_made(self._pool)
+        self.batches: MicroBatches = batcher.prepare_made(
+            self._pool, token_budget=token_budget, min_micro_batches=len(entries)
+        )
         self.order = in_order(self.batches.slot_maps, self._images)
         self.step = 0
         self._seen: set[int] = set()

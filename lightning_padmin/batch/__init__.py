@@ -6,6 +6,7 @@ room has to know what a batch of a given framework looks like. Values are read a
     tree       containers of any kind, flattened and rebuilt
     fields     the roles: rows, positions, units, columns, shared
     schema     which entry has which role
+    spec       what the user said of them
     validate   what shapes an entry may have
     columns    entries that hold numbers of columns
     units      entries with several items per row (images)
@@ -18,12 +19,14 @@ from lightning_padmin.batch.fields import AXES, Axis, Field, Schema, parse_field
 from lightning_padmin.batch.pooling import pool
 from lightning_padmin.batch.row_table import RowTable, measure
 from lightning_padmin.batch.schema import infer_schema
+from lightning_padmin.batch.spec import BatchSpec
 from lightning_padmin.batch.tree import child_of, find_path, iter_leaves, last_part, map_leaves
 from lightning_padmin.batch.units import unit_index
 
 __all__ = [
     "AXES",
     "Axis",
+    "BatchSpec",
     "Field",
     "RowTable",
     "Schema",

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
-from lightning_padmin.batch import Field, parse_field
+from lightning_padmin.batch import BatchSpec, Field, parse_field
 from lightning_padmin.errors import ConfigError
 
 T = TypeVar("T")
@@ -249,6 +249,20 @@ class PadMinConfig:
     def fields(self) -> Mapping[str, Field]:
         """`batch_schema` with every value parsed."""
         return cast("Mapping[str, Field]", self.batch_schema)
+
+    @property
+    def batch(self) -> BatchSpec:
+        """What is said of a batch's entries."""
+        return BatchSpec(
+            mask_key=self.mask_key,
+            labels_key=self.labels_key,
+            decoder_mask_key=self.decoder_mask_key,
+            loss_mask_key=self.loss_mask_key,
+            fields=self.fields,
+            static_keys=tuple(self.static_keys),
+            ignore_index=self.ignore_index,
+            pad_token_id=self.pad_token_id,
+        )
 
 
 def as_config(config: object) -> PadMinConfig:

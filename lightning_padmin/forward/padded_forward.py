@@ -114,13 +114,13 @@ class PaddedForward:
         wrong = batch_statistics(self.model) if isinstance(self.model, nn.Module) else None
         if wrong is not None:
             raise ArchitectureError(wrong)
-        self._batcher.config = self.config = named_as(self.config, inputs)
+        self.config = named_as(self.config, inputs)
         has_labels = self.config.labels_key is not None and inputs.get(self.config.labels_key) is not None
         kept = KeptLogits.taken_from(inputs, self.model, has_labels)
         own_loss = CausalLoss.of(self.model, self.config, inputs) if has_labels else None
         if self._takes_use_cache:
             inputs.setdefault("use_cache", False)  # a cache of chunks belongs to no row of the batch
-        batches = self._batcher.prepare_made(lambda: self._checked(inputs, kept))
+        batches = self._batcher.prepare_made(lambda: self._checked(inputs, kept), names=self.config.batch)
         self.micro_batches = batches
         replayed = self.mode == "replay" and torch.is_grad_enabled()
         pending: list[_Chunk] = []

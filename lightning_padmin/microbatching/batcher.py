@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_padmin.architectures import ArchitectureError
-from lightning_padmin.batch import RowTable, Schema, infer_schema, measure, pool
+from lightning_padmin.batch import BatchSpec, RowTable, Schema, infer_schema, measure, pool
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
 from lightning_padmin.errors import BatchError, ConfigError, PadMinError, PadMinWarning, PlanError
@@ -27,6 +27,17 @@ from lightning_padmin.planning import Limits, Plan, ShapeSet, SlotCost, choose_s
 from lightning_padmin.stats import PaddingStats
 
 _FIRST = 20
+_NO_LIMIT = 2**40
+
+
+class _Wish(NamedTuple):
+    """What is wanted of one batch; see `MicroBatcher.prepare`."""
+
+    token_budget: int | None
+    may_pack: bool
+    min_micro_batches: int
+    is_whole: bool = False
+    names: BatchSpec | None = None
 
 
 class MicroBatcher:
@@ -40,16 +51,14 @@ class MicroBatcher:
         encoder_decoder: the model is an encoder-decoder, so labels run along the decoder.
         before_reading: called before each batch is read; what it raises, all ranks hear of.
         row_limit: longest row that may be regrouped, see `architectures.row_limit`.
-        min_micro_batches: plans have at least this many, where there are as many rows.
         gate: decides whether rows are packed; without one they are padded.
-        may_pack: False while it is not known whether the training step takes packs; see `may_pack` below.
+        asks_of_step: whether rows may be packed also depends on the step, which is looked at anew for other models.
         packs_inside: whole batches are only read here; what is packed are the calls of models inside.
         subtracts_lost: labels on first tokens behind padding are subtracted from what the loss is divided by.
         other_masks: what to do with masks of other sequences, in the adapter's words; None: nothing is trimmed by
             this one, so that they need not fit.
 
     Attributes:
-        may_pack: whether rows are packed once the gate says so.
         has_changed: whether, on some rank, models had become others when the last batch was planned, so that the step
             must be looked at again; where that is not known yet (`may_pack`), nothing is packed until then.
         shows_first: whether in the batch that was read last, on some rank, rows weigh more or less in the loss
@@ -68,24 +77,22 @@ class MicroBatcher:
         encoder_decoder: bool = False,
         before_reading: Callable[[], None] | None = None,
         row_limit: int | None = None,
-        min_micro_batches: int = 1,
         gate: PackPolicy | None = None,
-        may_pack: bool = True,
+        asks_of_step: bool = False,
         packs_inside: bool = False,
         subtracts_lost: bool = False,
         other_masks: str | None = "",
     ) -> None:
         self.shows_first, self._subtracts_lost, self._other_masks = False, subtracts_lost, other_masks
-        self.may_pack, self._packs_inside, self._is_packable = may_pack, packs_inside, False
+        self._packs_inside, self._is_packable = packs_inside, False
         self.config, self.encoder_decoder = as_config(config), encoder_decoder
         if gate is None and self.config.layout == "pack":
             raise ConfigError(
                 "layout='pack' is only for models that were measured not to leak, and here no model is known: use "
                 "PaddedForward(model, config), PadMinCallback, PadMinTrainerMixin or PadMinMixin"
             )
-        self._gate, self._asks_of_step = gate, not may_pack
+        self._gate, self._asks_of_step = gate, asks_of_step
         self.has_changed, self._changes = False, 0
-        self.min_micro_batches = min_micro_batches
         self._before_reading, self._row_limit = before_reading, row_limit
         self._declared, self._last_schema = schema, schema
         self._exchange = exchange or exchange_alone
@@ -95,31 +102,67 @@ class MicroBatcher:
         self._prepared = 0
         self._said: set[str] = set()
 
-    def prepare(self, batch: Any) -> MicroBatches:
+    def prepare(
+        self, batch: Any, *, token_budget: int | None = None, may_pack: bool = True, min_micro_batches: int = 1
+    ) -> MicroBatches:
         """Plans a batch, the same number of micro-batches on every rank.
+
+        Args:
+            batch: of the caller's type; it is only read.
+            token_budget: most slots of a micro-batch of this one; default: what the options say.
+            may_pack: False while it is not known whether the training step takes packs; rows are padded then.
+            min_micro_batches: the plan has at least this many, where there are as many rows.
 
         Raises:
             PadMinError: on every rank when any rank cannot plan its batch; nothing has run by then.
         """
-        return self._prepare(lambda: batch)
+        return self._prepare(lambda: batch, _Wish(token_budget, may_pack, min_micro_batches))
 
-    def prepare_made(self, make: Callable[[], Any]) -> MicroBatches:
-        """`prepare` of what `make` returns; what it raises, all ranks hear of."""
-        return self._prepare(make)
+    def prepare_made(
+        self,
+        make: Callable[[], Any],
+        *,
+        token_budget: int | None = None,
+        may_pack: bool = True,
+        min_micro_batches: int = 1,
+        is_whole: bool = False,
+        names: BatchSpec | None = None,
+    ) -> MicroBatches:
+        """`prepare` of what `make` returns; what it raises, all ranks hear of.
 
-    def prepare_window(self, batches: Sequence[Any]) -> MicroBatches:
+        Args:
+            make: makes the batch.
+            token_budget: see `prepare`; `may_pack` and `min_micro_batches` too.
+            may_pack: see there.
+            min_micro_batches: see there.
+            is_whole: the batch is rolled and trimmed, and not split.
+            names: what the entries of this batch are called; default: what the options say.
+        """
+        return self._prepare(make, _Wish(token_budget, may_pack, min_micro_batches, is_whole, names))
+
+    def prepare_window(
+        self,
+        batches: Sequence[Any],
+        *,
+        token_budget: int | None = None,
+        may_pack: bool = True,
+        min_micro_batches: int = 1,
+    ) -> MicroBatches:
         """Plans the rows of several batches together, see `pool`; otherwise as `prepare`."""
-        micro_batches = self._prepare(lambda: pool(batches, [self.read(batch)[0] for batch in batches]))
+        micro_batches = self._prepare(
+            lambda: pool(batches, [self.read(batch)[0] for batch in batches]),
+            _Wish(token_budget, may_pack, min_micro_batches),
+        )
         micro_batches.stats.batches = len(batches)
         return micro_batches
 
-    def _prepare(self, get: Callable[[], Any]) -> MicroBatches:
+    def _prepare(self, get: Callable[[], Any], wish: _Wish) -> MicroBatches:
         local: tuple[Schema, RowTable, Plan] | None = None
         error: Exception | None = None
         batch: Any = None
         try:
             batch = get()
-            local = self._plan(batch)
+            local = self._plan(batch, wish)
         except Exception as caught:  # whatever it is, the other ranks must hear of it before this one raises
             error = caught
         agreed = self._exchange(self._message(local, error))
@@ -127,7 +170,6 @@ class MicroBatcher:
         assert local is not None
         self.shows_first = bool(agreed[:, 6].any())
         self.has_changed = bool(agreed[:, 7].any())
-        self.may_pack = self.may_pack and not self.has_changed
         schema, table, plan = local
         return self._assemble(batch, schema, table, plan, agreed)
 
@@ -184,21 +226,23 @@ class MicroBatcher:
         changed = self._asks_of_step and self._models_have_changed()
         return [0, len(plan), plan.slots, int(total), largest, table.lost_targets, self._has_first(table), int(changed)]
 
-    def read(self, batch: Any) -> tuple[Schema, RowTable]:
+    def read(self, batch: Any, names: BatchSpec | None = None) -> tuple[Schema, RowTable]:
         """Schema and row table of a batch; raises PadMinError for one that cannot be understood."""
         if self._before_reading is not None:
             self._before_reading()
-        config, declared = self.config, self._declared
+        config, spec = self.config, names or self.config.batch
+        if self._declared is not None:
+            spec = spec.declared_by(self._declared)
         schema = infer_schema(
             batch,
-            config.fields if declared is None else {**config.fields, **declared.fields},
-            config.static_keys,
-            mask_key=config.mask_key if declared is None else declared.mask,
-            labels_key=(declared and declared.labels) or config.labels_key,
-            decoder_mask_key=(declared and declared.decoder_mask) or config.decoder_mask_key,
-            loss_mask_key=(declared and declared.loss_mask) or config.loss_mask_key,
-            ignore_index=config.ignore_index,
-            pad_token_id=config.pad_token_id,
+            spec.fields,
+            spec.static_keys,
+            mask_key=spec.mask_key,
+            labels_key=spec.labels_key,
+            decoder_mask_key=spec.decoder_mask_key,
+            loss_mask_key=spec.loss_mask_key,
+            ignore_index=spec.ignore_index,
+            pad_token_id=spec.pad_token_id,
             encoder_decoder=self.encoder_decoder,
             previous=self._last_schema,
         )
@@ -220,29 +264,29 @@ class MicroBatcher:
             )
         return schema, table
 
-    def _plan(self, batch: Any) -> tuple[Schema, RowTable, Plan]:
+    def _plan(self, batch: Any, wish: _Wish) -> tuple[Schema, RowTable, Plan]:
         config = self.config
-        schema, table = self.read(batch)
-        opens = self._gate_opens(schema, table) and self.may_pack
+        schema, table = self.read(batch, wish.names)
+        opens = self._gate_opens(schema, table) and wish.may_pack
         if self._asks_of_step and self._gate is not None and self._gate.changes != self._changes:
             opens = False  # whether the step takes packs is known of the models before
-        packed = self._plan_packs(batch, schema, table) if opens else None
+        packed = self._plan_packs(batch, schema, table, wish) if opens else None
         if packed is not None:
             self._tell(table, packed)
             return schema, table, packed
         plan = plan_quietly(
             table.length,
-            config.token_budget if config.token_budget is not None else self._slots_without_us(schema),
+            self._budget(schema, wish),
             pad_to_multiple_of=config.pad_to_multiple_of,
             max_width=None if schema.can_widen else schema.widths,
-            max_rows=config.max_rows,
-            min_micro_batches=min(self.min_micro_batches, len(table)),
-            launch_cost=self._launch_cost,
+            max_rows=None if wish.is_whole else config.max_rows,
+            min_micro_batches=min(wish.min_micro_batches, len(table)),
+            launch_cost=_NO_LIMIT if wish.is_whole else self._launch_cost,
             cost_multiple_of=config.cost_multiple_of or 1,
             attention_width=config.attention_width,
             method=config.method,
             riders=table.weight == 0,
-            shapes=self._shapes_for(schema, table),
+            shapes=self._shapes_for(schema, table, wish),
         )
         self._tell(table, plan)  # before the agreement: where warnings are errors, all ranks raise
         return schema, table, plan
@@ -256,7 +300,7 @@ class MicroBatcher:
         before, self._changes = self._changes, 0 if self._gate is None else self._gate.changes
         return self._changes != before
 
-    def _plan_packs(self, batch: Any, schema: Schema, table: RowTable) -> Plan | None:
+    def _plan_packs(self, batch: Any, schema: Schema, table: RowTable, wish: _Wish) -> Plan | None:
         """None where `layout="auto"` pads a batch that cannot be packed."""
         config = self.config
         try:
@@ -268,10 +312,10 @@ class MicroBatcher:
             return None
         return plan_packs(
             table.length[:, 0],
-            config.token_budget if config.token_budget is not None else self._slots_without_us(schema),
-            max_rows=config.max_rows,
-            min_micro_batches=min(self.min_micro_batches, len(table)),
-            launch_cost=self._launch_cost,
+            self._budget(schema, wish),
+            max_rows=None if wish.is_whole else config.max_rows,
+            min_micro_batches=min(wish.min_micro_batches, len(table)),
+            launch_cost=_NO_LIMIT if wish.is_whole else self._launch_cost,
             riders=table.weight == 0,
         )
 
@@ -300,7 +344,7 @@ class MicroBatcher:
         cost = self.config.launch_cost
         return cost if isinstance(cost, int) else self._meter.launch_cost if self._meter is not None else UNTIL_THEN
 
-    def _shapes_for(self, schema: Schema, table: RowTable) -> ShapeSet | None:
+    def _shapes_for(self, schema: Schema, table: RowTable, wish: _Wish) -> ShapeSet | None:
         """The shapes of all batches, chosen on the first one."""
         config = self.config
         if config.shape_buckets is None:
@@ -315,7 +359,7 @@ class MicroBatcher:
             raise PlanError(f"shape_buckets={config.shape_buckets}: {why}")
         if self._shapes is None:
             slot_cost = SlotCost(config.cost_multiple_of or 1, config.attention_width or 0)
-            budget = config.token_budget if config.token_budget is not None else self._slots_without_us(schema)
+            budget = self._budget(schema, wish)
             limits = Limits(budget, config.max_rows or budget, self._launch_cost, slot_cost)
             self._shapes = choose_shapes(
                 table.length[:, 0],
@@ -325,6 +369,12 @@ class MicroBatcher:
                 with_riders=bool((table.weight == 0).any()),
             )
         return self._shapes
+
+    def _budget(self, schema: Schema, wish: _Wish) -> int:
+        if wish.is_whole:
+            return _NO_LIMIT
+        budget = wish.token_budget if wish.token_budget is not None else self.config.token_budget
+        return budget if budget is not None else self._slots_without_us(schema)
 
     def _slots_without_us(self, schema: Schema) -> int:
         """Slots of the batch as it came, at the rounded width where rounding may go beyond the batch's own."""

@@ -577,7 +577,6 @@ def equal_weights() -> Iterator[None]:
         stack.enter_context(mock.patch.object(MicroBatcher, "_weights", weights))
         if "lightning_padmin.integrations.trl_passes" in sys.modules:
             import trl_cases
-
             from lightning_padmin.integrations.trl_passes import Passes
             from lightning_padmin.integrations.trl_window import Window
 
