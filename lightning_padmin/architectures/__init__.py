@@ -11,7 +11,6 @@ found without a forward pass and refused by name; what only a pass can tell is f
 """
 
 from lightning_padmin.architectures.findings import (
-    ArchitectureError,
     Finding,
     batch_statistics,
     has_experts,
@@ -21,11 +20,10 @@ from lightning_padmin.architectures.findings import (
     scan_chunk,
     with_scan_chunk,
 )
-from lightning_padmin.architectures.gradient_hooks import GradientHookError, HookWatch, reenters, without_user_hooks
+from lightning_padmin.architectures.gradient_hooks import HookWatch, reenters, without_user_hooks
 from lightning_padmin.architectures.hook_reading import read_hook
 from lightning_padmin.architectures.hook_source import name_of
 from lightning_padmin.architectures.loading import (
-    UsageError,
     load_model,
     logits_of,
     packed_logits,
@@ -37,6 +35,7 @@ from lightning_padmin.architectures.loading import (
     why_not_loaded,
 )
 from lightning_padmin.architectures.noise import refuse_noise_of
+from lightning_padmin.errors import ArchitectureError, GradientHookError, UsageError
 
 __all__ = [
     "ArchitectureError",

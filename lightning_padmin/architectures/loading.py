@@ -15,13 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_padmin.errors import UsageError as UsageError  # was here
 from lightning_padmin.printing import first_line, guard_logs
 
 LossFunction = Callable[[Any], Tensor]
-
-
-class UsageError(Exception):
-    """Something the user gave cannot be used; the message names it and the fix."""
 
 
 def load_model(name: str, trust_remote_code: bool = False) -> tuple[nn.Module, LossFunction | None]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_padmin.distributed.peers import PeerWatch
-from lightning_padmin.errors import PadMinError, PeerError
+from lightning_padmin.errors import PeerError, name_of_code
 
 Exchange: TypeAlias = Callable[[Sequence[int]], NDArray[np.int64]]
 """Takes this rank's integers, returns those of all ranks: (world, n), row r from rank r."""
@@ -341,9 +341,7 @@ def raise_together(error: Exception | None, codes: NDArray[np.int64]) -> None:
         raise error
     failed = np.flatnonzero(codes)
     if len(failed):
-        # Those with a code of their own: others are sent as the base class.
-        names = {kind.code: kind.__name__ for kind in PadMinError.__subclasses__() if "code" in vars(kind)}
-        reason = names.get(int(codes[failed[0]]), "an error")
+        reason = name_of_code(int(codes[failed[0]])) or "an error"
         ranks = ", ".join(map(str, failed))
         raise PeerError(f"rank {ranks} refused its batch ({reason}); its message stands in that rank's log")
 

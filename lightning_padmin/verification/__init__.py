@@ -15,6 +15,7 @@ change.
     equivalence     `verify_equivalence`, for the command line and for tests
 """
 
+from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.verification.equivalence import Report, verify_equivalence
 from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
@@ -22,7 +23,6 @@ from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_o
 from lightning_padmin.verification.pack_check import PackCheck
 from lightning_padmin.verification.passes import difference_over_ranks, sketched_shards
 from lightning_padmin.verification.sketch import (
-    OnlyBackwardError,
     Sketches,
     difference,
     scales,

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from lightning_padmin.architectures import without_user_hooks
 from lightning_padmin.batch import Schema
 from lightning_padmin.distributed import Exchange
+from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.microbatching import SlotMap
 from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, random_states, same_random_states, without_dropout
 from lightning_padmin.verification.probe import Probe
 from lightning_padmin.verification.sketch import (
-    OnlyBackwardError,
     Sketches,
     combine,
     difference,

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_padmin.errors import OnlyBackwardError
+
 _BUCKETS = 1024  # and so many rows at once: a gradient in half precision is widened piece by piece
 
 Sketches = dict[str, Tensor]
@@ -44,10 +46,6 @@ def sketch(tensor: Tensor, seed: int) -> Tensor:
 
 def _signs(count: int, generator: torch.Generator, like: Tensor) -> Tensor:
     return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(like.device, torch.float32)
-
-
-class OnlyBackwardError(RuntimeError):
-    """The gradient of a loss can be had by `backward` alone, and its graph is used up."""
 
 
 def sketched_gradients(
