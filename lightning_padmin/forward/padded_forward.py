@@ -20,13 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_padmin.architectures import (
-    ArchitectureError,
-    batch_statistics,
-    inspect_model,
-    row_limit,
-    with_scan_chunk,
-)
+from lightning_padmin.architectures import refuse_batch_statistics, screen
 from lightning_padmin.batch import iter_leaves, last_part, map_leaves
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange
@@ -82,18 +76,14 @@ class PaddedForward:
         if mode not in _MODES:
             raise ConfigError(f"mode={mode!r}: expected one of {', '.join(map(repr, _MODES))}")
         self.model, self.mode, self.no_sync = model, mode, no_sync
-        self.config = replace(as_config(config), loss_reduction="row-mean", normalize="rank")
-        findings = inspect_model(model) if isinstance(model, nn.Module) else []
-        for finding in findings:  # batch normalization may still be frozen; the balance loss is taken of all rows
-            of_width = finding.rule == "length-dependent-rope" and finding.exact_up_to is None
-            if of_width or finding.rule == "embedding-noise":
-                raise ArchitectureError(f"{finding.where}: {finding.reason}")
-        if isinstance(model, nn.Module):
-            self.config = with_scan_chunk(self.config, model)
+        config = replace(as_config(config), loss_reduction="row-mean", normalize="rank")
+        findings = screen(model, tolerate={"batch-norm", "balance-loss"})  # that loss is taken of all rows
+        findings.refuse()
+        self.config = findings.options(config)
         self.micro_batches: MicroBatches | None = None
         if gate is None and isinstance(model, nn.Module):
             gate = gate_of({"": _unwrapped(model)}, self.config)
-        self._batcher = MicroBatcher(self.config, exchange=exchange, row_limit=row_limit(findings), gate=gate)
+        self._batcher = MicroBatcher(self.config, exchange=exchange, row_limit=findings.row_limit, gate=gate)
         self._outputs, self._proofs = dict(outputs or {}), proofs_of(model)
         self._takes_use_cache = _takes(model, "use_cache")
         self._pending: list[_Chunk] = []
@@ -111,9 +101,7 @@ class PaddedForward:
             PadMinError: the batch cannot be planned.
         """
         self._refuse(args)
-        wrong = batch_statistics(self.model) if isinstance(self.model, nn.Module) else None
-        if wrong is not None:
-            raise ArchitectureError(wrong)
+        refuse_batch_statistics(self.model)
         self._batcher.config = self.config = named_as(self.config, inputs)
         has_labels = self.config.labels_key is not None and inputs.get(self.config.labels_key) is not None
         kept = KeptLogits.taken_from(inputs, self.model, has_labels)

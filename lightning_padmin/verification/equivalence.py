@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_padmin.architectures import inspect_model, without_user_hooks
+from lightning_padmin.architectures import inspect_model, without_user_hooks, words_of
 from lightning_padmin.batch import find_path, iter_leaves
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.errors import BatchError, ConfigError, PadMinError
@@ -148,7 +148,7 @@ def verify_equivalence(
         if gradients.verdict == "differs":
             gradients = _named_cause(gradients, _matching(module, loss_fn, batch, config, whole, limit))
         checks.append(gradients)
-    findings = tuple(f"{finding.where}: {finding.reason}" for finding in inspect_model(module))
+    findings = tuple(map(words_of, inspect_model(module)))
     stats = batches.stats
     shapes = tuple((len(slots), sum(slots.widths)) for slots in batches.slot_maps)
     return Report(tuple(checks), findings, shapes, stats.waste_before, stats.waste)
