@@ -6,6 +6,7 @@ knows nothing of batches, losses or frameworks.
 
     isolation  the context managers that others use
     keeper     which objects are looked at, and how each kind is put back
+    notices    what the user is told: once, and at a line of the user's own
     writes     memory copied at the first write into it
 """
 
@@ -19,14 +20,18 @@ from lightning_padmin.runtime.isolation import (
     untouched,
     without_dropout,
 )
+from lightning_padmin.runtime.notices import How, Notices, warn
 
 __all__ = [
     "DATA_OF_TRAINERS",
     "AttributeState",
+    "How",
     "ModuleState",
+    "Notices",
     "holders_of",
     "random_states",
     "same_random_states",
     "untouched",
+    "warn",
     "without_dropout",
 ]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,10 +25,10 @@ from torch import Tensor, nn
 from lightning_padmin.architectures import ArchitectureError, has_experts, vocabulary_of
 from lightning_padmin.batch import RowTable
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.errors import ConfigError, PadMinWarning
+from lightning_padmin.errors import ConfigError
 from lightning_padmin.microbatching import PackMap, PackStyle, pack_layout
 from lightning_padmin.planning import Ints, plan_packs
-from lightning_padmin.runtime import untouched, without_dropout
+from lightning_padmin.runtime import untouched, warn, without_dropout
 from lightning_padmin.verification.sketch import Sketches, combine, difference, largest, sketched_gradients
 
 _logger = logging.getLogger(__name__)
@@ -370,12 +369,8 @@ def gate_of(
     """The gate of these models; None where the options do not ask for packing."""
     if config.layout == "pad":
         return None
-    told = say or (_warn if config.layout == "auto" else _logger.info)
+    told = say or (warn if config.layout == "auto" else _logger.info)
     return PackGate(models, config, around=around, say=told, wants_gradients=wants_gradients)
-
-
-def _warn(words: str) -> None:
-    warnings.warn(words, PadMinWarning, stacklevel=8)
 
 
 def refuse_unproven(config: PadMinConfig, where: str) -> None:
