@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import stat
 import sys
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 
 from lightning_padmin.errors import UsageError as UsageError  # was here
 from lightning_padmin.printing import first_line, guard_logs
+from lightning_padmin.runtime import takes
 
 LossFunction = Callable[[Any], Tensor]
 
@@ -138,15 +138,9 @@ def _kind(value: Any) -> str:
     return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
 
 
-def takes(module: nn.Module, name: str) -> bool:
-    """Whether its forward takes an argument of that name, or all names."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-
-
 def takes_positions(module: nn.Module) -> bool:
     """Whether its forward has position ids."""
-    return "position_ids" in inspect.signature(module.forward).parameters
+    return takes(module, "position_ids", by_name=True)
 
 
 def packed_logits(module: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:

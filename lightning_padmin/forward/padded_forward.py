@@ -10,7 +10,6 @@ be among the inputs where the model's own loss can be taken of the whole batch's
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from lightning_padmin.forward.causal_loss import CausalLoss
 from lightning_padmin.forward.kept_logits import KeptLogits
 from lightning_padmin.forward.outputs import Assembler, OutputKind, map_tensors, proofs_of, tensors
 from lightning_padmin.microbatching import MicroBatch, MicroBatcher, MicroBatches
+from lightning_padmin.runtime import RandomState, takes, unwrap
 from lightning_padmin.verification import PackGate, gate_of
 
 NoSync = Callable[[], AbstractContextManager[Any]]
@@ -82,7 +82,7 @@ class PaddedForward:
         self.config = findings.options(config)
         self.micro_batches: MicroBatches | None = None
         if gate is None and isinstance(model, nn.Module):
-            gate = gate_of({"": _unwrapped(model)}, self.config)
+            gate = gate_of({"": unwrap(model, compiled=False)}, self.config)
         self._batcher = MicroBatcher(self.config, exchange=exchange, row_limit=findings.row_limit, gate=gate)
         self._outputs, self._proofs = dict(outputs or {}), proofs_of(model)
         self._takes_use_cache = _takes(model, "use_cache")
@@ -114,15 +114,15 @@ class PaddedForward:
         pending: list[_Chunk] = []
         results = []
         for micro, slots in zip(batches, batches.slot_maps, strict=True):
-            state = _RandomState.now() if replayed else None
+            first = _FirstPass() if replayed else None
             more = {} if kept is None else kept.argument(slots, batches.plan.is_packed)
             again = replace(micro, batch=_copy_of(micro.batch)) if replayed else micro  # before anything writes to it
             with self._unsynchronised(micro), torch.no_grad() if replayed else nullcontext():
                 result = self._run(micro, more)
-            if state is not None:
+            if first is not None:
                 leaves = _Leaves()
                 result = map_tensors(result, leaves.make)
-                pending.append(_Chunk(again, leaves.tensors, state, more))
+                pending.append(_Chunk(again, leaves.tensors, first, more))
             results.append(result)
         outputs = Assembler(batches, self._outputs, inputs, self.model, self._proofs, kept).join(results)
         if own_loss is not None:
@@ -148,7 +148,7 @@ class PaddedForward:
         it was before.
         """
         pending, self._pending = self._pending, []
-        after = _RandomState.now()
+        after = RandomState()
         try:
             for chunk in pending:
                 self._backward(chunk)
@@ -157,8 +157,7 @@ class PaddedForward:
 
     def _backward(self, chunk: _Chunk) -> None:
         with self._unsynchronised(chunk.micro), torch.enable_grad():
-            chunk.state.restore()
-            with chunk.state.autocast():
+            with chunk.first.again():
                 again = tensors(self._run(chunk.micro, chunk.more))
             outputs, gradients = [], []
             for output, leaf in zip(again, chunk.leaves, strict=True):
@@ -180,11 +179,11 @@ class PaddedForward:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """What replay keeps of one chunk: inputs, output leaves, and the random state of its first pass."""
+    """What replay keeps of one chunk: inputs, output leaves, and how its first pass ran."""
 
     micro: MicroBatch
     leaves: list[Tensor]
-    state: _RandomState
+    first: _FirstPass
     more: Mapping[str, Any]
 
 
@@ -222,32 +221,21 @@ class _Leaves:
         return leaf
 
 
-@dataclass(frozen=True, eq=False)
-class _RandomState:
-    """Random state of the CPU and the current accelerator, and the autocast that was on."""
+class _FirstPass:
+    """Random state and autocast of a chunk's first pass, for its second."""
 
-    cpu: Tensor
-    device: Tensor | None
-    casts: tuple[tuple[str, torch.dtype], ...]
-
-    @staticmethod
-    def now() -> _RandomState:
+    def __init__(self) -> None:
+        self._random = RandomState()
         accelerator = torch.accelerator.current_accelerator()
-        device = getattr(torch, accelerator.type).get_rng_state() if accelerator is not None else None
         kinds = ["cpu"] + ([accelerator.type] if accelerator is not None else [])
-        on = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-        return _RandomState(torch.get_rng_state(), device, tuple(on))
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and self.device is not None:
-            getattr(torch, accelerator.type).set_rng_state(self.device)
+        self._casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
 
     @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def again(self) -> Iterator[None]:
+        """The same random numbers and dtypes inside; the random state is left as the pass leaves it."""
+        self._random.restore()
         with ExitStack() as stack:
-            for kind, dtype in self.casts:
+            for kind, dtype in self._casts:
                 stack.enter_context(torch.autocast(kind, dtype))
             yield
 
@@ -281,15 +269,8 @@ def named_as(config: PadMinConfig, inputs: Mapping[str, Any]) -> PadMinConfig:
     return replace(config, **changed, batch_schema=schema, static_keys=static)
 
 
-def _unwrapped(model: Any) -> Any:
-    while isinstance(model, nn.Module) and isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner  # DistributedDataParallel and its like
-    return model
-
-
 def _takes(model: Any, name: str) -> bool:
-    model = _unwrapped(model)
-    function = model.forward if isinstance(model, nn.Module) else model
-    parameters = inspect.signature(function).parameters
-    passed_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    return name in parameters or (passed_on and hasattr(getattr(model, "config", None), name))
+    """Whether the model takes an argument; one that takes all names, only if its configuration knows this one."""
+    model = unwrap(model, compiled=False)
+    passed_on = takes(model, name) and hasattr(getattr(model, "config", None), name)
+    return takes(model, name, by_name=True) or passed_on

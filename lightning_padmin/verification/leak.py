@@ -11,7 +11,6 @@ run on over the border, and nothing says so. Two comparisons, of outputs and of 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +27,7 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.microbatching import PackMap, PackStyle, pack_layout
 from lightning_padmin.planning import Ints, plan_packs
-from lightning_padmin.runtime import untouched, warn, without_dropout
+from lightning_padmin.runtime import takes, untouched, warn, without_adapters, without_dropout
 from lightning_padmin.verification.sketch import Sketches, combine, difference, largest, sketched_gradients
 
 _logger = logging.getLogger(__name__)
@@ -181,7 +180,7 @@ class _Passes:
 
     def _known(self, **arguments: Any) -> dict[str, Any]:
         """Without positions a model that knows none is tried all the same: it shows how much it leaks."""
-        return {name: value for name, value in arguments.items() if _takes(self._model, name)}
+        return {name: value for name, value in arguments.items() if takes(self._model, name)}
 
     def _run(
         self, ids: Tensor, arguments: Mapping[str, Any], where: Tensor | slice, begin: int
@@ -211,7 +210,7 @@ class _Passes:
 
 def _backbone(model: Any) -> Any:
     """What makes the hidden states; inside of a model with adapters (PEFT) that of the model that has them."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = without_adapters(model)
     return getattr(inner, "base_model", inner)
 
 
@@ -349,8 +348,8 @@ class PackGate:
         """What is tried: positions alone, then the numbers of documents for mixers whose kernels read them."""
         models = self._models.values()
         borders = any(has_varlen_kernel(model) for model in models)
-        plain = replace(self.style, borders=borders, no_cache=all(_takes(model, "use_cache") for model in models))
-        takes = all(_takes(model, "seq_idx") for model in models)
+        plain = replace(self.style, borders=borders, no_cache=all(takes(model, "use_cache") for model in models))
+        takes = all(takes(model, "seq_idx") for model in models)
         has_kernels = importlib.util.find_spec("causal_conv1d") is not None
         return [plain, replace(plain, seq_idx=True)] if takes and has_kernels else [plain]
 
@@ -412,11 +411,6 @@ def _title(name: str, models: Mapping[str, nn.Module]) -> str:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     with_attention = f", attention {attention!r}" if attention else ""
     return f"{name or 'the model'} ({type(model).__name__}{with_attention})"
-
-
-def _takes(model: nn.Module, name: str) -> bool:
-    parameters = inspect.signature(model.forward).parameters
-    return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 __all__ = ["Leak", "PackGate", "gate_of", "has_varlen_kernel", "measure_leak", "needs_rows", "refuse_unproven"]

@@ -16,7 +16,7 @@ from lightning_padmin.batch import Schema
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.microbatching import SlotMap
-from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, random_states, same_random_states, without_dropout
+from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, RandomState, without_dropout
 from lightning_padmin.verification.probe import Probe
 from lightning_padmin.verification.sketch import (
     Sketches,
@@ -119,9 +119,9 @@ class Passes(ABC):
         try:
             no_hooks = without_user_hooks(self._module)
             with no_hooks, without_dropout(self._module) as watch, self._state.watching():
-                before = random_states()
+                before = RandomState()
                 yield
-            self.drew = self.drew or not same_random_states(before, random_states())
+            self.drew = self.drew or not before.is_as(RandomState())
             self.saw_half = self.saw_half or watch.saw_half
         finally:
             self._state.clear()
