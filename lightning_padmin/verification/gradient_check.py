@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from lightning_padmin.architectures import has_experts
 from lightning_padmin.batch import AXES, Field, RowTable, Schema, map_leaves
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
+from lightning_padmin.distributed import Exchange, as_floats, as_integer, exchange_alone, together
 from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.microbatching import PackStyle
 from lightning_padmin.verification.explain import (
@@ -507,27 +507,29 @@ class _Check:
 
     def _together(self, passes: Callable[[], T]) -> T:
         """Runs passes of the user's code; raises on all ranks if it raises on one."""
-        error: Exception | None = None
-        result: Any = None
-        try:
-            result = passes()
-        except Exception as caught:
-            error = caught
-            if self.is_packed:
-                error.add_note("Rows were packed (layout='pack'): the mask is None, and there is one row of documents.")
-            error.add_note(
-                f"Raised by the first-batch check, which runs the training step on {len(self._probe.rows)} rows of the "
-                "batch. "
-                + (
-                    ""
-                    if self._is_joint
-                    else f"A step that cannot run on a part of a batch cannot be split. {self.advice.coupled}. "
-                )
-                + "check='off' leaves the check out"
+
+        def explained() -> T:
+            try:
+                return passes()
+            except Exception as error:
+                self._explain(error)
+                raise
+
+        return together(explained, self._exchange)
+
+    def _explain(self, error: Exception) -> None:
+        if self.is_packed:
+            error.add_note("Rows were packed (layout='pack'): the mask is None, and there is one row of documents.")
+        error.add_note(
+            f"Raised by the first-batch check, which runs the training step on {len(self._probe.rows)} rows of the "
+            "batch. "
+            + (
+                ""
+                if self._is_joint
+                else f"A step that cannot run on a part of a batch cannot be split. {self.advice.coupled}. "
             )
-        code = 0 if error is None else error.code if isinstance(error, PadMinError) else PadMinError.code
-        raise_together(error, self._exchange([code])[:, 0])
-        return cast("T", result)
+            + "check='off' leaves the check out"
+        )
 
     def _judge(self, found: Sketches, whole: Sketches, judged: _Verdict) -> _Verdict:
         """What lies behind a difference. Sharded passes come to the same branch on all ranks."""
@@ -589,16 +591,16 @@ class _Check:
 
     def _agree(self, judged: _Verdict) -> Outcome:
         names = [name for name, p in self._module.named_parameters() if p.requires_grad]
-        bits = int(np.float64(judged.difference).view(np.int64))
+        bits = as_integer(judged.difference)
         tells = self._is_joint or self.is_packed or tells_reductions(self._table, self._probe.groups, self._limit)
         place = names.index(judged.parameter) if judged.parameter in names else 0
         said = [int(judged.status), judged.matching, bits, place, int(tells), int(self._tells_first)]
         table = self._exchange(said)
         worst = int(table[:, 0].argmax())
         if table[worst, 0] == Status.EXACT:
-            worst = int(table[:, 2].view(np.float64).argmax())
+            worst = int(as_floats(table[:, 2]).argmax())
         status = Status(int(table[worst, 0]))
-        value = float(table[worst : worst + 1, 2].view(np.float64)[0])
+        value = float(as_floats(table[:, 2])[worst])
         place = int(table[worst, 3])
         words = self._words(status, int(table[worst, 1]), value, names[place] if place < len(names) else "")
         if status >= Status.PROMPTS:

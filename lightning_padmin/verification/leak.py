@@ -349,9 +349,9 @@ class PackGate:
         models = self._models.values()
         borders = any(has_varlen_kernel(model) for model in models)
         plain = replace(self.style, borders=borders, no_cache=all(takes(model, "use_cache") for model in models))
-        takes = all(takes(model, "seq_idx") for model in models)
+        numbers = all(takes(model, "seq_idx") for model in models)
         has_kernels = importlib.util.find_spec("causal_conv1d") is not None
-        return [plain, replace(plain, seq_idx=True)] if takes and has_kernels else [plain]
+        return [plain, replace(plain, seq_idx=True)] if numbers and has_kernels else [plain]
 
     def _decide(self, packs: bool, why: str) -> None:
         self.verdict = packs

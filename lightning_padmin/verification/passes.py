@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_padmin.architectures import without_user_hooks
 from lightning_padmin.batch import Schema
-from lightning_padmin.distributed import Exchange
+from lightning_padmin.distributed import Exchange, all_gather_floats
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.microbatching import SlotMap
 from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, RandomState, without_dropout
@@ -227,9 +227,7 @@ def difference_over_ranks(found: Sketches, wanted: Sketches, limit: float, excha
 
 
 def _largest_over_ranks(values: Sequence[float], exchange: Exchange) -> list[float]:
-    bits = np.asarray(values, dtype=np.float64).view(np.int64)
-    table = exchange([int(each) for each in bits])
-    return [float(each) for each in np.ascontiguousarray(table).view(np.float64).max(axis=0)]
+    return [float(each) for each in all_gather_floats(values, exchange).max(axis=0)]
 
 
 def _local(tensor: Tensor) -> Tensor:
