@@ -19,11 +19,10 @@ from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.errors import BatchError, ConfigError, PadMinError
 from lightning_padmin.microbatching import MicroBatcher, MicroBatches, compact
 from lightning_padmin.runtime import untouched, without_dropout
+from lightning_padmin.verification.compare import TOLERANCES, relative_difference
 
 LossFunction = Callable[[Any], Tensor]
 Verdict = Literal["exact", "differs", "note"]
-# max |difference| / max |reference| up to which two computations of one dtype count as the same.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 # Models that take sines of positions in float32 move a row by this much when padding moves it, in float64 too.
 _PADDING_NOISE = 1e-6
 
@@ -311,4 +310,4 @@ def _named_cause(check: Check, matching: str | None) -> Check:
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny))
+    return relative_difference(found, wanted, nothing=torch.finfo(wanted.dtype).tiny)

@@ -25,6 +25,7 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, as_floats, as_integer, exchange_alone, together
 from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.microbatching import PackStyle
+from lightning_padmin.verification.compare import Tolerance, dtypes_of
 from lightning_padmin.verification.explain import (
     Advice,
     Status,
@@ -53,10 +54,6 @@ from lightning_padmin.verification.sketch import Sketches, best_weights, combine
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
-# Where half precision moves a token to another expert, gradients differ by a part, not by a multiple.
-_MOST_FLIPPED = 0.5
-_LIMIT, _HALF_LIMIT = 1e-3, 0.1
-_HALF = {torch.float16, torch.bfloat16}
 # Entries that may hold columns: looked at, as bits of an int64, and tried one by one.
 _MOST_ENTRIES, _MOST_SINGLES = 48, 6
 
@@ -144,8 +141,7 @@ def check_gradients(
         GradientCheckError: training would change; on all ranks, with the same message.
         Exception: what the training step raised; the other ranks raise PeerError.
     """
-    dtypes = {p.dtype for p in module.parameters()}
-    limit = tolerance if tolerance is not None else _HALF_LIMIT if dtypes & _HALF else _LIMIT
+    limit = tolerance if tolerance is not None else Tolerance.for_(dtypes_of(module)).limit
     if first_labels:
         probe = _agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
     else:
@@ -238,8 +234,7 @@ class _Check:
         passes = self._passes
         weights = [] if self._is_joint else group_weights(self._table, self._probe.groups, self._config.loss_reduction)
         came = self._together(passes.came)
-        if self._any(passes.saw_half):
-            self._limit = max(self._limit, _HALF_LIMIT)
+        self._limit = Tolerance(self._limit).if_half(self._any(passes.saw_half)).limit
         of_columns = self._of_columns(came)
         if self._any(of_columns is not None):
             return self._agree(self._if_it_repeats(of_columns or _Verdict(Status.EXACT, 0, 0.0, ""), came))
@@ -347,7 +342,7 @@ class _Check:
         value, where = self._passes.difference(alone, found, self._limit)
         if not np.isfinite(value) or value <= self._limit:
             return judged
-        flips = self._limit >= _HALF_LIMIT and value <= _MOST_FLIPPED and has_experts(self._module)
+        flips = Tolerance(self._limit).may_be_flips(value) and has_experts(self._module)
         return replace(judged, status=Status.ROUTING if flips else Status.COUPLED, difference=value, parameter=where)
 
     def _rows_in_chunks(self) -> Sketches:
@@ -466,7 +461,7 @@ class _Check:
         value, where = self._passes.difference(pair[1], pair[0], self._limit)
         if not asked or not 0 < size < np.inf or value <= self._limit or self._passes.drew:
             return judged
-        if self._limit >= _HALF_LIMIT and value <= _MOST_FLIPPED and has_experts(self._module):
+        if Tolerance(self._limit).may_be_flips(value) and has_experts(self._module):
             return replace(judged, status=max(judged.status, Status.ROUTING), difference=value, parameter=where)
         return replace(judged, status=Status.PADDING, difference=value, parameter=where)
 
@@ -550,7 +545,7 @@ class _Check:
         # Only now: what matches to the limit was not disturbed by random numbers.
         if self._passes.drew:
             return replace(verdict, status=Status.RANDOM)
-        flips = self._limit >= _HALF_LIMIT and from_roll <= _MOST_FLIPPED and has_experts(self._module)
+        flips = Tolerance(self._limit).may_be_flips(from_roll) and has_experts(self._module)
         return replace(verdict, status=Status.ROUTING) if flips else verdict
 
     def _matching(self, whole: Sketches) -> int:

@@ -28,6 +28,7 @@ from lightning_padmin.errors import ConfigError
 from lightning_padmin.microbatching import PackMap, PackStyle, pack_layout
 from lightning_padmin.planning import Ints, plan_packs
 from lightning_padmin.runtime import takes, untouched, warn, without_adapters, without_dropout
+from lightning_padmin.verification.compare import HALF, dtypes_of, relative_difference
 from lightning_padmin.verification.sketch import Sketches, combine, difference, largest, sketched_gradients
 
 _logger = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class _Passes:
         first, own = self._pack(self._ids)
         second, other = self._pack(self._changed)
         self._first, self._own = first, own
-        return _relative(second, first), _relative_gradients(other, own)
+        return relative_difference(second, first), _relative_gradients(other, own)
 
     def against_alone(self) -> tuple[float, float]:
         """Of outputs and gradients of the watched documents, against each alone."""
@@ -166,7 +167,7 @@ class _Passes:
             alone, gradient = self._run(
                 self._ids[begin:end], self._known(use_cache=False), slice(0, end - begin), begin
             )
-            worst = max(worst, _relative(alone, self._first[(kept >= begin) & (kept < end)]))
+            worst = max(worst, relative_difference(alone, self._first[(kept >= begin) & (kept < end)]))
             gradients.append(gradient)
         return worst, _relative_gradients(combine(gradients, [1.0] * len(gradients)), own)
 
@@ -230,11 +231,6 @@ def _tensor_of(output: Any) -> Tensor:
     if not isinstance(first, Tensor):
         raise TypeError(f"the model returned {type(output).__name__}, which has no logits")
     return first
-
-
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    scale = float(wanted.abs().max())
-    return float((found.double() - wanted.double()).abs().max()) / (scale or 1.0)
 
 
 def _relative_gradients(found: Sketches, wanted: Sketches) -> float:
@@ -396,8 +392,7 @@ def needs_rows(config: PadMinConfig) -> str | None:
 
 def _is_whole(model: nn.Module) -> bool:
     """Whether the model computes in float32 or more where nothing casts it: then a leak shows best without a cast."""
-    half = {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16}
-    return not half and not has_varlen_kernel(model)
+    return not dtypes_of(model) & HALF and not has_varlen_kernel(model)
 
 
 def has_varlen_kernel(model: nn.Module) -> bool:
