@@ -1,12 +1,15 @@
-"""Errors and warnings of the package.
+"""All errors and warnings of the package.
 
-Every message names the key and the value that was found and says how to fix it. Each error class has a small
-integer `code`, because ranks tell each other in integers why a batch was refused (see `distributed`).
+Every message names the key and the value that was found and says how to fix it. Ranks tell each other in integers why
+a batch was refused (see `distributed`), so each kind that others should hear of by its name has a `code` of its own;
+the rest have that of their base class. `name_of_code` leads back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import torch
 
 from lightning_padmin.printing import printable_lines
 
@@ -65,6 +68,12 @@ class PeerError(PadMinError):
     code = 5
 
 
+class ArchitectureError(PadMinError):
+    """The model's outputs for a row depend on which rows run with it, so a batch cannot be regrouped."""
+
+    code = 6
+
+
 class TrainingStepError(ConfigError):
     """A trainer's own step takes another number of losses than one per part of a batch."""
 
@@ -75,9 +84,50 @@ class GradientCheckError(PadMinError):
     code = 7
 
 
+class OutOfMemoryError(PadMinError, torch.OutOfMemoryError):
+    """A micro-batch did not fit in memory; the message names rank, shape and the next budget to try."""
+
+    code = 10
+
+
+class GradientHookError(PadMinError):
+    """A hook would run on parts of gradients, and make something else of them than of the whole."""
+
+    code = 11
+
+
+class DiagnoseError(PadMinError):
+    """A source, a value or an option that cannot be used; the message names it, where it stands, and the fix."""
+
+
+class UsageError(Exception):
+    """Something the user gave on the command line cannot be used; the message names it and the fix."""
+
+
+class OnlyBackwardError(RuntimeError):
+    """The gradient of a loss can be had by `backward` alone, and its graph is used up."""
+
+
 class PadMinWarning(_Worded, UserWarning):
     """Something the user should know once: a row over budget, a target lost by the roll."""
 
     def __str__(self) -> str:
         """As that of `PadMinError`."""
         return printable_lines(super().__str__())
+
+
+def code_of(error: Exception | None) -> int:
+    """What other ranks are told: 0 for no error, the base class's code for one that is not of this package."""
+    return 0 if error is None else error.code if isinstance(error, PadMinError) else PadMinError.code
+
+
+def name_of_code(code: int) -> str | None:
+    """The class that has a code as its own; None for the base class's, which says nothing, and for unknown ones."""
+    return _NAMES.get(code)
+
+
+_NAMES = {
+    kind.code: kind.__name__
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, PadMinError) and kind is not PadMinError and "code" in vars(kind)
+}

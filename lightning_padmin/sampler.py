@@ -11,7 +11,6 @@ keep the correlation small; accumulation over batches reduces it further.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +22,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
 from lightning_padmin.distributed import world_size
-from lightning_padmin.errors import ConfigError, PadMinWarning
+from lightning_padmin.errors import ConfigError
+from lightning_padmin.runtime import warn
 
 Ints = NDArray[np.int64]
 
@@ -142,11 +142,9 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         self._digest: tuple[tuple[int, int, int], str] | None = None
         over = int((self._lengths > token_budget).sum())
         if over:
-            warnings.warn(
+            warn(
                 f"{over} of {len(self._lengths)} rows are longer than token_budget={token_budget}; each makes up a "
-                f"batch by itself, the longest with {int(self._lengths.max())} slots",
-                PadMinWarning,
-                stacklevel=2,
+                f"batch by itself, the longest with {int(self._lengths.max())} slots"
             )
 
     @property

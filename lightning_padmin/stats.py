@@ -6,12 +6,12 @@ ranks would hide the rank that all others wait for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from lightning_padmin.errors import PadMinError
 
@@ -145,6 +145,87 @@ class PaddingStats:
                 raise PadMinError(f"{name}={value!r} must be an integer count")
         for name in _NAMES:
             setattr(self, name, int(state.get(name, 0)))
+
+
+class PaddingMeter:
+    """Counts of a whole run, and of the batches since they were logged last.
+
+    Args:
+        prefix: of the names in what `flush` returns.
+
+    Attributes:
+        total: counts of this rank so far.
+        unlogged: those of them that no `flush` has returned yet.
+
+    Example:
+        >>> meter = PaddingMeter()
+        >>> meter.add(micro_batches.stats)
+        >>> logs.update(meter.flush(exchange_all))
+    """
+
+    def __init__(self, prefix: str = "padmin/") -> None:
+        self.prefix = prefix
+        self.total, self.unlogged = PaddingStats(), PaddingStats()
+
+    def add(self, stats: PaddingStats) -> None:
+        """Counts a batch of this rank."""
+        self.total, self.unlogged = self.total + stats, self.unlogged + stats
+
+    def drop_unlogged(self) -> None:
+        """Leaves out of the next `flush` what has been counted until now; the total keeps it."""
+        self.unlogged = PaddingStats()
+
+    @overload
+    def flush(
+        self, exchange: Callable[[Sequence[int]], NDArray[np.int64]], *, is_copy: bool = False
+    ) -> dict[str, float | int]: ...
+
+    @overload
+    def flush(
+        self, exchange: Callable[[Sequence[int]], NDArray[np.int64] | None], *, is_copy: bool = False
+    ) -> dict[str, float | int] | None: ...
+
+    def flush(
+        self, exchange: Callable[[Sequence[int]], NDArray[np.int64] | None], *, is_copy: bool = False
+    ) -> dict[str, float | int] | None:
+        """What the batches since the last time cost: counts over all ranks first, ratios last.
+
+        To be called wherever the exchange is to be: on every rank, for a collective.
+
+        Args:
+            exchange: takes this rank's counts, returns those of all ranks.
+            is_copy: this rank ran the batches of another one (in a tensor-parallel group, say), which count once.
+
+        Returns:
+            `PaddingStats.metrics`, the same on every rank; empty where no rank has counted a batch. None where the
+            exchange gave None, since not all ranks came: all stays as it was then.
+        """
+        gathered = exchange((PaddingStats() if is_copy else self.unlogged).as_counts())
+        if gathered is None:
+            return None
+        merged = PaddingStats.merge_ranks(gathered)
+        self.unlogged = PaddingStats()
+        return merged.metrics(self.prefix) if merged.batches else {}
+
+    def state_dict(self, *, with_unlogged: bool = False) -> dict[str, dict[str, int]]:
+        """The counts of this rank.
+
+        Args:
+            with_unlogged: also those that have not been logged, so that a resumed run logs them.
+        """
+        state = {"stats": self.total.state_dict()}
+        return state | {"since_log": self.unlogged.state_dict()} if with_unlogged else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on counting. What the state does not have stays as it is.
+
+        Raises:
+            PadMinError: a count is unknown or no integer; nothing has been changed then.
+        """
+        loaded = {name: PaddingStats() for name in ("stats", "since_log") if name in state}
+        for name, stats in loaded.items():
+            stats.load_state_dict(state[name])
+        self.total, self.unlogged = loaded.get("stats", self.total), loaded.get("since_log", self.unlogged)
 
 
 _NAMES = tuple(f.name for f in fields(PaddingStats))

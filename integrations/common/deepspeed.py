@@ -23,14 +23,13 @@ Checked with deepspeed 0.16.9, 0.19.0 and 0.19.8 (where 0.16.9 added up passes b
 
 from __future__ import annotations
 
-import inspect
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lightning_padmin.errors import ConfigError
+from lightning_padmin.integrations.common.versions import release, what_changed
 
 __all__ = ["accumulation_boundary", "check_engine", "find_engine"]
 
@@ -136,8 +135,7 @@ def check_engine(engine: Any) -> None:
 
 def _unlike_checked(engine: Any) -> Iterator[str]:
     for name, expected in _METHODS.items():
-        method = getattr(type(engine), name, None)
-        if not callable(method) or list(inspect.signature(method).parameters)[: len(expected)] != expected:
+        if what_changed(type(engine), name, expected) is not None:
             yield f"{name}({', '.join(expected)})"
 
 
@@ -149,7 +147,10 @@ def _refusal(engine: Any) -> str | None:
     is_deepcompile = getattr(engine, "is_deepcompile_enabled", None)
     if is_deepcompile is not None and is_deepcompile():
         return "DeepCompile reduces gradients in compiled graphs, which was not checked: set deepcompile to false"
-    if getattr(engine.optimizer, "cpu_offload", False) and _release() < _OFFLOAD_ACCUMULATES:
+    if (
+        getattr(engine.optimizer, "cpu_offload", False)
+        and release(_version().removeprefix("deepspeed ")) < _OFFLOAD_ACCUMULATES
+    ):
         oldest = ".".join(map(str, _OFFLOAD_ACCUMULATES))
         return (
             "ZeRO-1/2 with offload_optimizer loses gradients of a window of several passes: use "
@@ -178,9 +179,8 @@ def _mirror(optimizer: Any, is_boundary: bool) -> None:
 
 
 def _version() -> str:
-    return f"deepspeed {getattr(sys.modules.get('deepspeed'), '__version__', '(not imported)')}".strip()
+    return f"deepspeed {_number()}".strip()
 
 
-def _release() -> tuple[int, ...]:
-    """(0, 19, 8) for "0.19.8+cu126"; a version that says nothing counts as old."""
-    return tuple(int(part) for part in re.findall(r"\d+", _version().split("+")[0])[:3])
+def _number() -> str:
+    return str(getattr(sys.modules.get("deepspeed"), "__version__", "(not imported)"))

@@ -4,6 +4,7 @@ Some architectures mix rows or read padding by design, some hooks see gradients 
 found without a forward pass and refused by name; what only a pass can tell is found in `verification`.
 
     findings        families and modules that mix rows, need widths or lengths
+    screening       which of these refuse, for a way of running the model
     noise           noise whose scale depends on the width
     gradient_hooks  hooks on gradients: accepted, watched or refused
     hook_reading, hook_source, hook_terms   what a hook does, from its source; it is never run
@@ -11,7 +12,6 @@ found without a forward pass and refused by name; what only a pass can tell is f
 """
 
 from lightning_padmin.architectures.findings import (
-    ArchitectureError,
     Finding,
     batch_statistics,
     has_experts,
@@ -21,11 +21,10 @@ from lightning_padmin.architectures.findings import (
     scan_chunk,
     with_scan_chunk,
 )
-from lightning_padmin.architectures.gradient_hooks import GradientHookError, HookWatch, reenters, without_user_hooks
+from lightning_padmin.architectures.gradient_hooks import HookWatch, reenters, without_user_hooks
 from lightning_padmin.architectures.hook_reading import read_hook
 from lightning_padmin.architectures.hook_source import name_of
 from lightning_padmin.architectures.loading import (
-    UsageError,
     load_model,
     logits_of,
     packed_logits,
@@ -37,12 +36,16 @@ from lightning_padmin.architectures.loading import (
     why_not_loaded,
 )
 from lightning_padmin.architectures.noise import refuse_noise_of
+from lightning_padmin.architectures.screening import Findings, Tolerable, refuse_batch_statistics, screen, words_of
+from lightning_padmin.errors import ArchitectureError, GradientHookError, UsageError
 
 __all__ = [
     "ArchitectureError",
     "Finding",
+    "Findings",
     "GradientHookError",
     "HookWatch",
+    "Tolerable",
     "UsageError",
     "batch_statistics",
     "has_experts",
@@ -55,14 +58,17 @@ __all__ = [
     "random_batch",
     "read_hook",
     "reenters",
+    "refuse_batch_statistics",
     "refuse_noise_of",
     "refuse_special_files",
     "row_limit",
     "scan_chunk",
+    "screen",
     "takes_positions",
     "token_mean",
     "vocabulary_of",
     "why_not_loaded",
     "with_scan_chunk",
     "without_user_hooks",
+    "words_of",
 ]

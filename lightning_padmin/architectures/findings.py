@@ -17,15 +17,9 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lightning_padmin.architectures.noise import noise_by_width, noise_words
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.errors import PadMinError
+from lightning_padmin.errors import ArchitectureError as ArchitectureError  # was here
 
 Severity = Literal["refuse", "correct", "advise"]
-
-
-class ArchitectureError(PadMinError):
-    """The model's outputs for a row depend on which rows run with it, so a batch cannot be regrouped."""
-
-    code = 6
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_padmin.architectures.hook_reading import Effect, read_hook
 from lightning_padmin.architectures.hook_source import module_of, name_of
-from lightning_padmin.errors import PadMinError
+from lightning_padmin.errors import GradientHookError
 
 # Whose hooks make part of how gradients are reduced or kept: they are written for several backward passes.
 _FRAMEWORKS = {
@@ -30,12 +30,6 @@ _FRAMEWORKS = {
 _STEPS_IN_BACKWARD = ("torch.distributed.optim", "torch.distributed.algorithms")
 _BY_VALUE = 4  # first firings of a hook, in which writes through `.data` are looked for too
 _BEFORE, _AFTER = "register_hook", "register_post_accumulate_grad_hook"
-
-
-class GradientHookError(PadMinError):
-    """A hook would run on parts of gradients, and make something else of them than of the whole."""
-
-    code = 11
 
 
 def is_of_framework(hook: Any) -> bool:

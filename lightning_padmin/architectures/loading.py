@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import stat
 import sys
@@ -15,13 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_padmin.errors import UsageError as UsageError  # was here
 from lightning_padmin.printing import first_line, guard_logs
+from lightning_padmin.runtime import takes
 
 LossFunction = Callable[[Any], Tensor]
-
-
-class UsageError(Exception):
-    """Something the user gave cannot be used; the message names it and the fix."""
 
 
 def load_model(name: str, trust_remote_code: bool = False) -> tuple[nn.Module, LossFunction | None]:
@@ -141,15 +138,9 @@ def _kind(value: Any) -> str:
     return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
 
 
-def takes(module: nn.Module, name: str) -> bool:
-    """Whether its forward takes an argument of that name, or all names."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-
-
 def takes_positions(module: nn.Module) -> bool:
     """Whether its forward has position ids."""
-    return "position_ids" in inspect.signature(module.forward).parameters
+    return takes(module, "position_ids", by_name=True)
 
 
 def packed_logits(module: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:

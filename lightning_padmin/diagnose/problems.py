@@ -8,16 +8,12 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from lightning_padmin.errors import PadMinError
+from lightning_padmin.errors import DiagnoseError
 from lightning_padmin.printing import first_line
 
 __all__ = ["DiagnoseError", "first_line", "needed", "refuse_special", "shown"]
 
 _SHOWN = 60  # characters of a value that a message quotes
-
-
-class DiagnoseError(PadMinError):
-    """A source, a value or an option that cannot be used; the message names it, where it stands, and the fix."""
 
 
 def needed(module: str, what: str) -> Any:

@@ -12,6 +12,10 @@ from lightning_padmin.distributed.announcement import PATIENCE_OF_LOOPS, Announc
 from lightning_padmin.distributed.collectives import (
     Board,
     Exchange,
+    agree,
+    all_gather_floats,
+    as_floats,
+    as_integer,
     board_alone,
     board_of_all,
     exchange_all,
@@ -27,6 +31,7 @@ from lightning_padmin.distributed.collectives import (
     peer_watch,
     raise_together,
     telling_others,
+    together,
     world_size,
 )
 
@@ -35,7 +40,11 @@ __all__ = [
     "Announcement",
     "Board",
     "Exchange",
+    "agree",
+    "all_gather_floats",
     "announce",
+    "as_floats",
+    "as_integer",
     "board_alone",
     "board_of_all",
     "exchange_all",
@@ -51,5 +60,6 @@ __all__ = [
     "peer_watch",
     "raise_together",
     "telling_others",
+    "together",
     "world_size",
 ]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_padmin.distributed.peers import PeerWatch
-from lightning_padmin.errors import PadMinError, PeerError
+from lightning_padmin.errors import PeerError, code_of, name_of_code
 
+T = TypeVar("T")
 Exchange: TypeAlias = Callable[[Sequence[int]], NDArray[np.int64]]
 """Takes this rank's integers, returns those of all ranks: (world, n), row r from rank r."""
 
@@ -378,11 +379,65 @@ def raise_together(error: Exception | None, codes: NDArray[np.int64]) -> None:
         raise error
     failed = np.flatnonzero(codes)
     if len(failed):
-        # Those with a code of their own: others are sent as the base class.
-        names = {kind.code: kind.__name__ for kind in PadMinError.__subclasses__() if "code" in vars(kind)}
-        reason = names.get(int(codes[failed[0]]), "an error")
+        reason = name_of_code(int(codes[failed[0]])) or "an error"
         ranks = ", ".join(map(str, failed))
         raise PeerError(f"rank {ranks} refused its batch ({reason}); its message stands in that rank's log")
+
+
+def together(function: Callable[[], T], exchange: Exchange) -> T:
+    """What a function returns on this rank; where it raises on one rank, all raise.
+
+    To be called on every rank. The function must not take part in a collective that others would then wait in.
+
+    Raises:
+        Exception: the function's own, whatever it is; on ranks where it raised none, PeerError.
+    """
+    return agree(function, exchange)[0]
+
+
+def agree(
+    function: Callable[[], T],
+    exchange: Exchange,
+    says: Callable[[T], Sequence[int]] = lambda result: (),
+    count: int = 0,
+) -> tuple[T, NDArray[np.int64]]:
+    """`together`, with what each rank says of its result in the same exchange.
+
+    Args:
+        function: gives this rank's result.
+        exchange: the collective.
+        says: integers of a result; what it raises, all ranks hear of too.
+        count: of these.
+
+    Returns:
+        This rank's result, and the integers of all ranks, (world, count).
+    """
+    error: Exception | None = None
+    result: Any = None
+    said: Sequence[int] = [0] * count
+    try:
+        result = function()
+        said = says(result)
+    except Exception as caught:  # whatever it is, the other ranks must hear of it before this one raises
+        error = caught
+    table = exchange([code_of(error), *said])
+    raise_together(error, table[:, 0])
+    return cast("T", result), table[:, 1:]
+
+
+def all_gather_floats(values: Sequence[float], exchange: Exchange) -> NDArray[np.float64]:
+    """Floats of all ranks, (world, n), to the bit: the same on every rank, NaN included."""
+    return as_floats(exchange([as_integer(value) for value in values]))
+
+
+def as_integer(value: float) -> int:
+    """A float64's bits, for an exchange of integers."""
+    return int(np.float64(value).view(np.int64))
+
+
+def as_floats(integers: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The inverse, of an array or some columns of one."""
+    return np.ascontiguousarray(integers, dtype=np.int64).view(np.float64)
 
 
 def world_size(group: Any = None) -> int:

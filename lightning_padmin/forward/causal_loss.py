@@ -20,6 +20,7 @@ from lightning_padmin.batch import RowTable
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import BatchError
 from lightning_padmin.forward.outputs import like
+from lightning_padmin.runtime import unwrap
 
 _IGNORED = -100  # what the causal loss of transformers ignores unless it is told otherwise
 _OWN_LOSS = "ForCausalLMLoss"
@@ -61,7 +62,7 @@ class CausalLoss:
     @staticmethod
     def of(model: Any, config: PadMinConfig, inputs: dict[str, Any]) -> CausalLoss:
         """The loss for labels among the inputs; takes what only the loss function reads out of these."""
-        inner = _unwrapped(model)
+        inner = unwrap(model, through=_may_look_into)
         if config.labels_key != "labels" or not _takes_causal_loss(inner):
             raise _labels_refused(str(config.labels_key))
         coefficient, passes_options = _read_loss(inner)  # first: a model with another loss shifts nothing
@@ -221,14 +222,9 @@ def _without_lost(labels: Tensor, table: RowTable, ignore_index: int) -> Tensor:
     return labels
 
 
-def _unwrapped(model: Any) -> Any:
-    """The model inside of DistributedDataParallel, FSDP and torch.compile; other wrappers may have a loss of their own.
+def _may_look_into(wrapper: Any) -> bool:
+    """DistributedDataParallel, FSDP and torch.compile; other wrappers may have a loss of their own.
 
     DataParallel would give a loss for each of its replicas.
     """
-    while type(model).__module__.startswith("torch.") and not isinstance(model, nn.DataParallel):
-        inner = getattr(model, "_orig_mod", getattr(model, "module", None))
-        if not isinstance(inner, nn.Module):
-            break
-        model = inner
-    return model
+    return type(wrapper).__module__.startswith("torch.") and not isinstance(wrapper, nn.DataParallel)

@@ -10,17 +10,17 @@ needs, and each row's own are picked.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_padmin.errors import BatchError
 from lightning_padmin.microbatching import MicroBatches, SlotMap
+from lightning_padmin.runtime import layers, takes
 
 _NAMES = ("logits_to_keep", "num_logits_to_keep")  # the second is what older models call it
 
@@ -121,18 +121,7 @@ class KeptLogits:
 
 def _honours(model: Any, name: str) -> bool:
     """Whether the model inside of wrappers has an argument of that name; one that takes all names may ignore it."""
-    seen: list[Any] = []
-    while model is not None and not any(model is each for each in seen):
-        seen.append(model)
-        function = model.forward if isinstance(model, nn.Module) else model
-        try:
-            if name in inspect.signature(function).parameters:
-                return True
-        except (TypeError, ValueError):
-            return False
-        if not isinstance(model, nn.Module):
-            return False
-        base = getattr(model, "get_base_model", None)  # adapters of PEFT
-        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
-        model = base() if callable(base) else inner if isinstance(inner, nn.Module) else None
-    return False
+    try:
+        return any(takes(each, name, by_name=True) for each in layers(model))
+    except (TypeError, ValueError):
+        return False

@@ -10,7 +10,6 @@ be among the inputs where the model's own loss can be taken of the whole batch's
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,13 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_padmin.architectures import (
-    ArchitectureError,
-    batch_statistics,
-    inspect_model,
-    row_limit,
-    with_scan_chunk,
-)
+from lightning_padmin.architectures import refuse_batch_statistics, screen
 from lightning_padmin.batch import iter_leaves, last_part, map_leaves
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange
@@ -35,6 +28,7 @@ from lightning_padmin.forward.causal_loss import CausalLoss
 from lightning_padmin.forward.kept_logits import KeptLogits
 from lightning_padmin.forward.outputs import Assembler, OutputKind, map_tensors, proofs_of, tensors
 from lightning_padmin.microbatching import MicroBatch, MicroBatcher, MicroBatches
+from lightning_padmin.runtime import RandomState, takes, unwrap
 from lightning_padmin.verification import PackGate, gate_of
 
 NoSync = Callable[[], AbstractContextManager[Any]]
@@ -82,18 +76,14 @@ class PaddedForward:
         if mode not in _MODES:
             raise ConfigError(f"mode={mode!r}: expected one of {', '.join(map(repr, _MODES))}")
         self.model, self.mode, self.no_sync = model, mode, no_sync
-        self.config = replace(as_config(config), loss_reduction="row-mean", normalize="rank")
-        findings = inspect_model(model) if isinstance(model, nn.Module) else []
-        for finding in findings:  # batch normalization may still be frozen; the balance loss is taken of all rows
-            of_width = finding.rule == "length-dependent-rope" and finding.exact_up_to is None
-            if of_width or finding.rule == "embedding-noise":
-                raise ArchitectureError(f"{finding.where}: {finding.reason}")
-        if isinstance(model, nn.Module):
-            self.config = with_scan_chunk(self.config, model)
+        config = replace(as_config(config), loss_reduction="row-mean", normalize="rank")
+        findings = screen(model, tolerate={"batch-norm", "balance-loss"})  # that loss is taken of all rows
+        findings.refuse()
+        self.config = findings.options(config)
         self.micro_batches: MicroBatches | None = None
         if gate is None and isinstance(model, nn.Module):
-            gate = gate_of({"": _unwrapped(model)}, self.config)
-        self._batcher = MicroBatcher(self.config, exchange=exchange, row_limit=row_limit(findings), gate=gate)
+            gate = gate_of({"": unwrap(model, compiled=False)}, self.config)
+        self._batcher = MicroBatcher(self.config, exchange=exchange, row_limit=findings.row_limit, gate=gate)
         self._outputs, self._proofs = dict(outputs or {}), proofs_of(model)
         self._takes_use_cache = _takes(model, "use_cache")
         self._pending: list[_Chunk] = []
@@ -111,9 +101,7 @@ class PaddedForward:
             PadMinError: the batch cannot be planned.
         """
         self._refuse(args)
-        wrong = batch_statistics(self.model) if isinstance(self.model, nn.Module) else None
-        if wrong is not None:
-            raise ArchitectureError(wrong)
+        refuse_batch_statistics(self.model)
         self.config = named_as(self.config, inputs)
         has_labels = self.config.labels_key is not None and inputs.get(self.config.labels_key) is not None
         kept = KeptLogits.taken_from(inputs, self.model, has_labels)
@@ -126,15 +114,15 @@ class PaddedForward:
         pending: list[_Chunk] = []
         results = []
         for micro, slots in zip(batches, batches.slot_maps, strict=True):
-            state = _RandomState.now() if replayed else None
+            first = _FirstPass() if replayed else None
             more = {} if kept is None else kept.argument(slots, batches.plan.is_packed)
             again = replace(micro, batch=_copy_of(micro.batch)) if replayed else micro  # before anything writes to it
             with self._unsynchronised(micro), torch.no_grad() if replayed else nullcontext():
                 result = self._run(micro, more)
-            if state is not None:
+            if first is not None:
                 leaves = _Leaves()
                 result = map_tensors(result, leaves.make)
-                pending.append(_Chunk(again, leaves.tensors, state, more))
+                pending.append(_Chunk(again, leaves.tensors, first, more))
             results.append(result)
         outputs = Assembler(batches, self._outputs, inputs, self.model, self._proofs, kept).join(results)
         if own_loss is not None:
@@ -164,7 +152,7 @@ class PaddedForward:
         it was before.
         """
         pending, self._pending = self._pending, []
-        after = _RandomState.now()
+        after = RandomState()
         try:
             for chunk in pending:
                 self._backward(chunk)
@@ -173,8 +161,7 @@ class PaddedForward:
 
     def _backward(self, chunk: _Chunk) -> None:
         with self._unsynchronised(chunk.micro), torch.enable_grad():
-            chunk.state.restore()
-            with chunk.state.autocast():
+            with chunk.first.again():
                 again = tensors(self._run(chunk.micro, chunk.more))
             outputs, gradients = [], []
             for output, leaf in zip(again, chunk.leaves, strict=True):
@@ -196,11 +183,11 @@ class PaddedForward:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """What replay keeps of one chunk: inputs, output leaves, and the random state of its first pass."""
+    """What replay keeps of one chunk: inputs, output leaves, and how its first pass ran."""
 
     micro: MicroBatch
     leaves: list[Tensor]
-    state: _RandomState
+    first: _FirstPass
     more: Mapping[str, Any]
 
 
@@ -238,32 +225,21 @@ class _Leaves:
         return leaf
 
 
-@dataclass(frozen=True, eq=False)
-class _RandomState:
-    """Random state of the CPU and the current accelerator, and the autocast that was on."""
+class _FirstPass:
+    """Random state and autocast of a chunk's first pass, for its second."""
 
-    cpu: Tensor
-    device: Tensor | None
-    casts: tuple[tuple[str, torch.dtype], ...]
-
-    @staticmethod
-    def now() -> _RandomState:
+    def __init__(self) -> None:
+        self._random = RandomState()
         accelerator = torch.accelerator.current_accelerator()
-        device = getattr(torch, accelerator.type).get_rng_state() if accelerator is not None else None
         kinds = ["cpu"] + ([accelerator.type] if accelerator is not None else [])
-        on = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-        return _RandomState(torch.get_rng_state(), device, tuple(on))
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and self.device is not None:
-            getattr(torch, accelerator.type).set_rng_state(self.device)
+        self._casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
 
     @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def again(self) -> Iterator[None]:
+        """The same random numbers and dtypes inside; the random state is left as the pass leaves it."""
+        self._random.restore()
         with ExitStack() as stack:
-            for kind, dtype in self.casts:
+            for kind, dtype in self._casts:
                 stack.enter_context(torch.autocast(kind, dtype))
             yield
 
@@ -297,15 +273,8 @@ def named_as(config: PadMinConfig, inputs: Mapping[str, Any]) -> PadMinConfig:
     return replace(config, **changed, batch_schema=schema, static_keys=static)
 
 
-def _unwrapped(model: Any) -> Any:
-    while isinstance(model, nn.Module) and isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner  # DistributedDataParallel and its like
-    return model
-
-
 def _takes(model: Any, name: str) -> bool:
-    model = _unwrapped(model)
-    function = model.forward if isinstance(model, nn.Module) else model
-    parameters = inspect.signature(function).parameters
-    passed_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    return name in parameters or (passed_on and hasattr(getattr(model, "config", None), name))
+    """Whether the model takes an argument; one that takes all names, only if its configuration knows this one."""
+    model = unwrap(model, compiled=False)
+    passed_on = takes(model, name) and hasattr(getattr(model, "config", None), name)
+    return takes(model, name, by_name=True) or passed_on

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.forward.padded_forward import PaddedForward
+from lightning_padmin.runtime import replaced, takes
 from lightning_padmin.stats import PaddingStats
 from lightning_padmin.verification import PackGate
 
@@ -28,7 +29,7 @@ def transformers_models(module: nn.Module) -> dict[str, nn.Module]:
     for name, child in module.named_modules():
         inside = any(name.startswith(outer + ".") for outer in found)
         has_config = isinstance(getattr(getattr(child, "config", None), "model_type", None), str)
-        if name and not inside and has_config and _MASK in inspect.signature(child.forward).parameters:
+        if name and not inside and has_config and takes(child, _MASK, by_name=True):
             found[name] = child
     return found
 
@@ -100,22 +101,15 @@ class _Proxy:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        own = vars(self._model).get("forward")  # somebody else's stand-in
-
         @torch.compiler.disable  # type: ignore[untyped-decorator]  # planning is no work for a compiler
         @functools.wraps(self._original)  # whoever looks for the model's own function finds it
         def forward(*args: Any, **inputs: Any) -> Any:
             return self._forward(*args, **inputs)
 
-        forward.padmin_stands_for = own
-        self._model.forward = forward
-        try:
+        # Its own, for who asks what a model's forward is.
+        forward.padmin_stands_for = vars(self._model).get("forward")
+        with replaced(self._model, forward=forward):
             yield
-        finally:
-            if own is None:
-                del self._model.forward
-            else:
-                self._model.forward = own
 
     def _forward(self, *args: Any, **inputs: Any) -> Any:
         inputs = dict(zip(self._parameters, args, strict=False)) | inputs

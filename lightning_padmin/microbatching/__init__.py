@@ -15,10 +15,11 @@ split batch.
     timing         what a launch costs, measured
 """
 
+from lightning_padmin.errors import OutOfMemoryError
 from lightning_padmin.microbatching.api import CompactBatch, compact, iter_micro_batches
 from lightning_padmin.microbatching.batcher import MicroBatcher
 from lightning_padmin.microbatching.loop_guard import LoopGuard
-from lightning_padmin.microbatching.memory import MemoryGuard, OutOfMemoryError
+from lightning_padmin.microbatching.memory import MemoryGuard
 from lightning_padmin.microbatching.micro_batches import MicroBatch, MicroBatches, sync_on_last
 from lightning_padmin.microbatching.pack_policy import PackPolicy
 from lightning_padmin.microbatching.packed_layout import PackMap, PackStyle, pack_layout

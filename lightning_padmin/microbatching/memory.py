@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lightning_padmin.distributed import Board, board_alone
-from lightning_padmin.errors import PadMinError, PeerError
+from lightning_padmin.errors import OutOfMemoryError, PeerError
 from lightning_padmin.microbatching.micro_batches import MicroBatches
 from lightning_padmin.microbatching.padded_layout import SlotMap
 
@@ -25,12 +25,6 @@ _WORDS = ("out of memory", "can't allocate memory", "not enough memory", "STATUS
 _FINE, _FAILED, _OUT_OF_MEMORY = range(3)
 _NUMBERS = 5
 _PATIENCE = 60.0
-
-
-class OutOfMemoryError(PadMinError, torch.OutOfMemoryError):
-    """A micro-batch did not fit in memory; the message names rank, shape and the next budget to try."""
-
-    code = 10
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,9 +4,13 @@ A check or a replay runs the user's own model more often than training does. Wha
 random states, counters in objects of the user - must be as it was when it ends. No other room knows how; this one
 knows nothing of batches, losses or frameworks.
 
-    isolation  the context managers that others use
-    keeper     which objects are looked at, and how each kind is put back
-    writes     memory copied at the first write into it
+    isolation     the context managers that others use
+    keeper        which objects are looked at, and how each kind is put back
+    writes        memory copied at the first write into it
+    random_state  random generators put back
+    patching      attributes replaced for a while
+    wrappers      what lies inside of them, and what a function takes
+    notices       what the user is told: once, and at a line of the user's own
 """
 
 from lightning_padmin.runtime.isolation import (
@@ -15,20 +19,29 @@ from lightning_padmin.runtime.isolation import (
     ModuleState,
     attention_inside,
     holders_of,
-    random_states,
-    same_random_states,
     untouched,
     without_dropout,
 )
+from lightning_padmin.runtime.notices import How, Notices, warn
+from lightning_padmin.runtime.patching import replaced
+from lightning_padmin.runtime.random_state import RandomState
+from lightning_padmin.runtime.wrappers import layers, takes, unwrap, without_adapters
 
 __all__ = [
     "DATA_OF_TRAINERS",
     "AttributeState",
+    "How",
     "ModuleState",
+    "Notices",
+    "RandomState",
     "attention_inside",
     "holders_of",
-    "random_states",
-    "same_random_states",
+    "layers",
+    "replaced",
+    "takes",
     "untouched",
+    "unwrap",
+    "warn",
+    "without_adapters",
     "without_dropout",
 ]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_padmin.runtime.keeper import Keeper
+from lightning_padmin.runtime.patching import replaced
+from lightning_padmin.runtime.random_state import RandomState
 from lightning_padmin.runtime.writes import Writes
 
 # Attributes that trainers keep data in.
@@ -83,13 +82,12 @@ def without_dropout(module: nn.Module) -> Iterator[_Watch]:
     with ExitStack() as stack:
         # The mode is not on where a backward pass computes a forward pass again, nor inside of functions that handle
         # modes themselves; these look the functions up by name.
-        for name in _DROPOUTS:
-            stack.enter_context(mock.patch.object(F, name, _kept_whole))
+        stack.enter_context(replaced(F, **dict.fromkeys(_DROPOUTS, _kept_whole)))
         now = F.scaled_dot_product_attention  # the user's own, where one was written over it
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", partial(_attention, now)))
+        stack.enter_context(replaced(F, scaled_dot_product_attention=partial(_attention, now)))
         for child in module.modules():
             if isinstance(child, nn.RNNBase) and child.dropout:
-                stack.enter_context(mock.patch.object(child, "dropout", 0.0))
+                stack.enter_context(replaced(child, dropout=0.0))
         stack.enter_context(watch)
         yield watch
 
@@ -129,7 +127,7 @@ class ModuleState:
         keeper = Keeper(self._writes, module, holders, skip=skip)
         self._undo = keeper.undo
         self._writes.settle()
-        self._random = random_states()
+        self._random = RandomState()
         self._gradients = [(p, p.grad) for p in keeper.leaves]
         self._drop_gradients()  # what is accumulated meanwhile must not go into these
 
@@ -150,7 +148,7 @@ class ModuleState:
 
     def clear(self) -> None:
         """Puts everything back but the gradients, which stay away for the next pass."""
-        _set_random_states(self._random)
+        self._random.restore()
         self._drop_gradients()
         with torch.no_grad():
             for undo in self._undo:
@@ -188,33 +186,3 @@ class AttributeState:
             for undo in self._undo:
                 undo()
             self._writes.restore()
-
-
-def random_states() -> dict[str, Any]:
-    """State of every generator that a training step may draw from: Python, numpy, torch's CPU and accelerators."""
-    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
-        states[accelerator.type] = getattr(torch, accelerator.type).get_rng_state()
-    return states
-
-
-def same_random_states(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Whether nothing was drawn between the two."""
-    return all(_same(first[key], second[key]) for key in first)
-
-
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, tuple):
-        return all(_same(a, b) for a, b in zip(first, second, strict=True))
-    return bool(np.array_equal(first, second))
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["cpu"])
-    for kind in states.keys() - {"python", "numpy", "cpu"}:
-        getattr(torch, kind).set_rng_state(states[kind])

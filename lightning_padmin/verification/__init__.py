@@ -8,6 +8,7 @@ change.
     passes          how its passes are run, alone or under sharding
     probe           which rows and what padding it runs on
     sketch          gradients compared without a copy of them
+    compare         how far apart is the same
     explain         findings in words
     leak            whether a model keeps packed rows apart, and who may pack
     made_with       what a proof of packs was made with
@@ -16,6 +17,8 @@ change.
     equivalence     `verify_equivalence`, for the command line and for tests
 """
 
+from lightning_padmin.errors import OnlyBackwardError
+from lightning_padmin.verification.compare import Tolerance, dtypes_of, relative_difference
 from lightning_padmin.verification.equivalence import Report, verify_equivalence
 from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
@@ -23,7 +26,6 @@ from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_o
 from lightning_padmin.verification.pack_check import PackCheck
 from lightning_padmin.verification.passes import difference_over_ranks, sketched_shards
 from lightning_padmin.verification.sketch import (
-    OnlyBackwardError,
     Sketches,
     difference,
     scales,
@@ -40,13 +42,16 @@ __all__ = [
     "PackGate",
     "Report",
     "Sketches",
+    "Tolerance",
     "check_gradients",
     "difference",
     "difference_over_ranks",
+    "dtypes_of",
     "gate_of",
     "needs_rows",
     "own_backward",
     "refuse_unproven",
+    "relative_difference",
     "scales",
     "sizes",
     "sketched_gradients",

@@ -13,17 +13,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_padmin.architectures import inspect_model, without_user_hooks
+from lightning_padmin.architectures import inspect_model, without_user_hooks, words_of
 from lightning_padmin.batch import find_path, iter_leaves
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.errors import BatchError, ConfigError, PadMinError
 from lightning_padmin.microbatching import MicroBatcher, MicroBatches, compact
 from lightning_padmin.runtime import untouched, without_dropout
+from lightning_padmin.verification.compare import TOLERANCES, relative_difference
 
 LossFunction = Callable[[Any], Tensor]
 Verdict = Literal["exact", "differs", "note"]
-# max |difference| / max |reference| up to which two computations of one dtype count as the same.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 # Models that take sines of positions in float32 move a row by this much when padding moves it, in float64 too.
 _PADDING_NOISE = 1e-6
 
@@ -148,7 +147,7 @@ def verify_equivalence(
         if gradients.verdict == "differs":
             gradients = _named_cause(gradients, _matching(module, loss_fn, batch, config, whole, limit))
         checks.append(gradients)
-    findings = tuple(f"{finding.where}: {finding.reason}" for finding in inspect_model(module))
+    findings = tuple(map(words_of, inspect_model(module)))
     stats = batches.stats
     shapes = tuple((len(slots), sum(slots.widths)) for slots in batches.slot_maps)
     return Report(tuple(checks), findings, shapes, stats.waste_before, stats.waste)
@@ -311,4 +310,4 @@ def _named_cause(check: Check, matching: str | None) -> Check:
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny))
+    return relative_difference(found, wanted, nothing=torch.finfo(wanted.dtype).tiny)

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ from torch import nn
 from lightning_padmin.architectures import has_experts
 from lightning_padmin.batch import AXES, Field, RowTable, Schema, map_leaves
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
+from lightning_padmin.distributed import Exchange, as_floats, as_integer, exchange_alone, together
 from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.microbatching import PackStyle
+from lightning_padmin.verification.compare import Tolerance, dtypes_of
 from lightning_padmin.verification.explain import (
     Advice,
     Status,
@@ -53,10 +54,6 @@ from lightning_padmin.verification.sketch import Sketches, best_weights, combine
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
-# Where half precision moves a token to another expert, gradients differ by a part, not by a multiple.
-_MOST_FLIPPED = 0.5
-_LIMIT, _HALF_LIMIT = 1e-3, 0.1
-_HALF = {torch.float16, torch.bfloat16}
 # Entries that may hold columns: looked at, as bits of an int64, and tried one by one.
 _MOST_ENTRIES, _MOST_SINGLES = 48, 6
 
@@ -144,8 +141,7 @@ def check_gradients(
         GradientCheckError: training would change; on all ranks, with the same message.
         Exception: what the training step raised; the other ranks raise PeerError.
     """
-    dtypes = {p.dtype for p in module.parameters()}
-    limit = tolerance if tolerance is not None else _HALF_LIMIT if dtypes & _HALF else _LIMIT
+    limit = tolerance if tolerance is not None else Tolerance.for_(dtypes_of(module)).limit
     if first_labels:
         probe = _agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
     else:
@@ -238,8 +234,7 @@ class _Check:
         passes = self._passes
         weights = [] if self._is_joint else group_weights(self._table, self._probe.groups, self._config.loss_reduction)
         came = self._together(passes.came)
-        if self._any(passes.saw_half):
-            self._limit = max(self._limit, _HALF_LIMIT)
+        self._limit = Tolerance(self._limit).if_half(self._any(passes.saw_half)).limit
         of_columns = self._of_columns(came)
         if self._any(of_columns is not None):
             return self._agree(self._if_it_repeats(of_columns or _Verdict(Status.EXACT, 0, 0.0, ""), came))
@@ -347,7 +342,7 @@ class _Check:
         value, where = self._passes.difference(alone, found, self._limit)
         if not np.isfinite(value) or value <= self._limit:
             return judged
-        flips = self._limit >= _HALF_LIMIT and value <= _MOST_FLIPPED and has_experts(self._module)
+        flips = Tolerance(self._limit).may_be_flips(value) and has_experts(self._module)
         return replace(judged, status=Status.ROUTING if flips else Status.COUPLED, difference=value, parameter=where)
 
     def _rows_in_chunks(self) -> Sketches:
@@ -466,7 +461,7 @@ class _Check:
         value, where = self._passes.difference(pair[1], pair[0], self._limit)
         if not asked or not 0 < size < np.inf or value <= self._limit or self._passes.drew:
             return judged
-        if self._limit >= _HALF_LIMIT and value <= _MOST_FLIPPED and has_experts(self._module):
+        if Tolerance(self._limit).may_be_flips(value) and has_experts(self._module):
             return replace(judged, status=max(judged.status, Status.ROUTING), difference=value, parameter=where)
         return replace(judged, status=Status.PADDING, difference=value, parameter=where)
 
@@ -507,27 +502,29 @@ class _Check:
 
     def _together(self, passes: Callable[[], T]) -> T:
         """Runs passes of the user's code; raises on all ranks if it raises on one."""
-        error: Exception | None = None
-        result: Any = None
-        try:
-            result = passes()
-        except Exception as caught:
-            error = caught
-            if self.is_packed:
-                error.add_note("Rows were packed (layout='pack'): the mask is None, and there is one row of documents.")
-            error.add_note(
-                f"Raised by the first-batch check, which runs the training step on {len(self._probe.rows)} rows of the "
-                "batch. "
-                + (
-                    ""
-                    if self._is_joint
-                    else f"A step that cannot run on a part of a batch cannot be split. {self.advice.coupled}. "
-                )
-                + "check='off' leaves the check out"
+
+        def explained() -> T:
+            try:
+                return passes()
+            except Exception as error:
+                self._explain(error)
+                raise
+
+        return together(explained, self._exchange)
+
+    def _explain(self, error: Exception) -> None:
+        if self.is_packed:
+            error.add_note("Rows were packed (layout='pack'): the mask is None, and there is one row of documents.")
+        error.add_note(
+            f"Raised by the first-batch check, which runs the training step on {len(self._probe.rows)} rows of the "
+            "batch. "
+            + (
+                ""
+                if self._is_joint
+                else f"A step that cannot run on a part of a batch cannot be split. {self.advice.coupled}. "
             )
-        code = 0 if error is None else error.code if isinstance(error, PadMinError) else PadMinError.code
-        raise_together(error, self._exchange([code])[:, 0])
-        return cast("T", result)
+            + "check='off' leaves the check out"
+        )
 
     def _judge(self, found: Sketches, whole: Sketches, judged: _Verdict) -> _Verdict:
         """What lies behind a difference. Sharded passes come to the same branch on all ranks."""
@@ -548,7 +545,7 @@ class _Check:
         # Only now: what matches to the limit was not disturbed by random numbers.
         if self._passes.drew:
             return replace(verdict, status=Status.RANDOM)
-        flips = self._limit >= _HALF_LIMIT and from_roll <= _MOST_FLIPPED and has_experts(self._module)
+        flips = Tolerance(self._limit).may_be_flips(from_roll) and has_experts(self._module)
         return replace(verdict, status=Status.ROUTING) if flips else verdict
 
     def _matching(self, whole: Sketches) -> int:
@@ -589,16 +586,16 @@ class _Check:
 
     def _agree(self, judged: _Verdict) -> Outcome:
         names = [name for name, p in self._module.named_parameters() if p.requires_grad]
-        bits = int(np.float64(judged.difference).view(np.int64))
+        bits = as_integer(judged.difference)
         tells = self._is_joint or self.is_packed or tells_reductions(self._table, self._probe.groups, self._limit)
         place = names.index(judged.parameter) if judged.parameter in names else 0
         said = [int(judged.status), judged.matching, bits, place, int(tells), int(self._tells_first)]
         table = self._exchange(said)
         worst = int(table[:, 0].argmax())
         if table[worst, 0] == Status.EXACT:
-            worst = int(table[:, 2].view(np.float64).argmax())
+            worst = int(as_floats(table[:, 2]).argmax())
         status = Status(int(table[worst, 0]))
-        value = float(table[worst : worst + 1, 2].view(np.float64)[0])
+        value = float(as_floats(table[:, 2])[worst])
         place = int(table[worst, 3])
         words = self._words(status, int(table[worst, 1]), value, names[place] if place < len(names) else "")
         if status >= Status.PROMPTS:

@@ -11,9 +11,7 @@ run on over the border, and nothing says so. Two comparisons, of outputs and of 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,10 +24,11 @@ from torch import Tensor, nn
 from lightning_padmin.architectures import ArchitectureError, has_experts, vocabulary_of
 from lightning_padmin.batch import RowTable
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.errors import ConfigError, PadMinWarning
+from lightning_padmin.errors import ConfigError
 from lightning_padmin.microbatching import PackMap, PackStyle, pack_layout
 from lightning_padmin.planning import Ints, plan_packs
-from lightning_padmin.runtime import untouched, without_dropout
+from lightning_padmin.runtime import takes, untouched, warn, without_adapters, without_dropout
+from lightning_padmin.verification.compare import HALF, dtypes_of, relative_difference
 from lightning_padmin.verification.made_with import MadeWith
 from lightning_padmin.verification.sketch import Sketches, combine, difference, largest, sketched_gradients
 
@@ -157,7 +156,7 @@ class _Passes:
         first, own = self._pack(self._ids)
         second, other = self._pack(self._changed)
         self._first, self._own = first, own
-        return _relative(second, first), _relative_gradients(other, own)
+        return relative_difference(second, first), _relative_gradients(other, own)
 
     def against_alone(self) -> tuple[float, float]:
         """Of outputs and gradients of the watched documents, against each alone."""
@@ -169,7 +168,7 @@ class _Passes:
             alone, gradient = self._run(
                 self._ids[begin:end], self._known(use_cache=False), slice(0, end - begin), begin
             )
-            worst = max(worst, _relative(alone, self._first[(kept >= begin) & (kept < end)]))
+            worst = max(worst, relative_difference(alone, self._first[(kept >= begin) & (kept < end)]))
             gradients.append(gradient)
         return worst, _relative_gradients(combine(gradients, [1.0] * len(gradients)), own)
 
@@ -183,7 +182,7 @@ class _Passes:
 
     def _known(self, **arguments: Any) -> dict[str, Any]:
         """Without positions a model that knows none is tried all the same: it shows how much it leaks."""
-        return {name: value for name, value in arguments.items() if _takes(self._model, name)}
+        return {name: value for name, value in arguments.items() if takes(self._model, name)}
 
     def _run(
         self, ids: Tensor, arguments: Mapping[str, Any], where: Tensor | slice, begin: int
@@ -213,7 +212,7 @@ class _Passes:
 
 def _backbone(model: Any) -> Any:
     """What makes the hidden states; inside of a model with adapters (PEFT) that of the model that has them."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = without_adapters(model)
     return getattr(inner, "base_model", inner)
 
 
@@ -233,11 +232,6 @@ def _tensor_of(output: Any) -> Tensor:
     if not isinstance(first, Tensor):
         raise TypeError(f"the model returned {type(output).__name__}, which has no logits")
     return first
-
-
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    scale = float(wanted.abs().max())
-    return float((found.double() - wanted.double()).abs().max()) / (scale or 1.0)
 
 
 def _relative_gradients(found: Sketches, wanted: Sketches) -> float:
@@ -376,10 +370,10 @@ class PackGate:
         """What is tried: positions alone, then the numbers of documents for mixers whose kernels read them."""
         models = self._models.values()
         borders = any(has_varlen_kernel(model) for model in models)
-        plain = replace(self.style, borders=borders, no_cache=all(_takes(model, "use_cache") for model in models))
-        takes = all(_takes(model, "seq_idx") for model in models)
+        plain = replace(self.style, borders=borders, no_cache=all(takes(model, "use_cache") for model in models))
+        numbers = all(takes(model, "seq_idx") for model in models)
         has_kernels = importlib.util.find_spec("causal_conv1d") is not None
-        return [plain, replace(plain, seq_idx=True)] if takes and has_kernels else [plain]
+        return [plain, replace(plain, seq_idx=True)] if numbers and has_kernels else [plain]
 
     def _decide(self, packs: bool, why: str) -> None:
         self.verdict = packs
@@ -398,12 +392,8 @@ def gate_of(
     """The gate of these models; None where the options do not ask for packing."""
     if config.layout == "pad":
         return None
-    told = say or (_warn if config.layout == "auto" else _logger.info)
+    told = say or (warn if config.layout == "auto" else _logger.info)
     return PackGate(models, config, around=around, say=told, wants_gradients=wants_gradients, find=find, inside=inside)
-
-
-def _warn(words: str) -> None:
-    warnings.warn(words, PadMinWarning, stacklevel=8)
 
 
 def refuse_unproven(config: PadMinConfig, where: str) -> None:
@@ -430,8 +420,7 @@ def needs_rows(config: PadMinConfig) -> str | None:
 
 def _is_whole(model: nn.Module) -> bool:
     """Whether the model computes in float32 or more where nothing casts it: then a leak shows best without a cast."""
-    half = {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16}
-    return not half and not has_varlen_kernel(model)
+    return not dtypes_of(model) & HALF and not has_varlen_kernel(model)
 
 
 def has_varlen_kernel(model: nn.Module) -> bool:
@@ -445,11 +434,6 @@ def _title(name: str, models: Mapping[str, nn.Module]) -> str:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     with_attention = f", attention {attention!r}" if attention else ""
     return f"{name or 'the model'} ({type(model).__name__}{with_attention})"
-
-
-def _takes(model: nn.Module, name: str) -> bool:
-    parameters = inspect.signature(model.forward).parameters
-    return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 __all__ = ["Leak", "PackGate", "gate_of", "has_varlen_kernel", "measure_leak", "needs_rows", "refuse_unproven"]

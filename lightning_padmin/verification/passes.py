@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from lightning_padmin.architectures import without_user_hooks
 from lightning_padmin.batch import Schema
-from lightning_padmin.distributed import Exchange
+from lightning_padmin.distributed import Exchange, all_gather_floats
+from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.microbatching import SlotMap
-from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, random_states, same_random_states, without_dropout
+from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, RandomState, without_dropout
 from lightning_padmin.verification.probe import Probe
 from lightning_padmin.verification.sketch import (
-    OnlyBackwardError,
     Sketches,
     combine,
     difference,
@@ -119,9 +119,9 @@ class Passes(ABC):
         try:
             no_hooks = without_user_hooks(self._module)
             with no_hooks, without_dropout(self._module) as watch, self._state.watching():
-                before = random_states()
+                before = RandomState()
                 yield
-            self.drew = self.drew or not same_random_states(before, random_states())
+            self.drew = self.drew or not before.is_as(RandomState())
             self.saw_half = self.saw_half or watch.saw_half
         finally:
             self._state.clear()
@@ -227,9 +227,7 @@ def difference_over_ranks(found: Sketches, wanted: Sketches, limit: float, excha
 
 
 def _largest_over_ranks(values: Sequence[float], exchange: Exchange) -> list[float]:
-    bits = np.asarray(values, dtype=np.float64).view(np.int64)
-    table = exchange([int(each) for each in bits])
-    return [float(each) for each in np.ascontiguousarray(table).view(np.float64).max(axis=0)]
+    return [float(each) for each in all_gather_floats(values, exchange).max(axis=0)]
 
 
 def _local(tensor: Tensor) -> Tensor:

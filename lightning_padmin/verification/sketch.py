@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_padmin.errors import OnlyBackwardError
+from lightning_padmin.verification.compare import Tolerance
+
 _BUCKETS = 1024  # and so many rows at once: a gradient in half precision is widened piece by piece
 
 Sketches = dict[str, Tensor]
@@ -44,10 +47,6 @@ def sketch(tensor: Tensor, seed: int) -> Tensor:
 
 def _signs(count: int, generator: torch.Generator, like: Tensor) -> Tensor:
     return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(like.device, torch.float32)
-
-
-class OnlyBackwardError(RuntimeError):
-    """The gradient of a loss can be had by `backward` alone, and its graph is used up."""
 
 
 def sketched_gradients(
@@ -184,16 +183,16 @@ def scales(sizes: Mapping[str, float], limit: float) -> dict[str, float]:
 
     The largest gradient of all, since some gradients are zero but for rounding (key biases). But gradients of a part of
     the model can be small and wholly wrong, which an optimizer that divides by their size would not forgive: those
-    above the noise are held against their own largest entry too, with a limit of 0.1, in half precision 0.5.
+    above the noise are held against their own largest entry too, with a limit of their own.
 
     Args:
         sizes: largest absolute gradient of each parameter.
-        limit: of the comparison; 0.1 or more means half precision.
+        limit: of the comparison, see `Tolerance`.
     """
     overall = max(sizes.values(), default=0.0) or 1.0
-    noise, own_limit = (0.05, 0.5) if limit >= 0.1 else (1e-4, 0.1)
+    tolerance = Tolerance(limit)
     return {
-        name: min(overall, size * own_limit / limit) if size > noise * overall else overall
+        name: min(overall, size * tolerance.own_limit / limit) if size > tolerance.noise * overall else overall
         for name, size in sizes.items()
     }
 

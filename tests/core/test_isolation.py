@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_padmin.runtime.isolation import random_states, same_random_states, untouched, without_dropout
+from lightning_padmin.runtime.isolation import untouched, without_dropout
+from lightning_padmin.runtime.random_state import RandomState
 from lightning_padmin.verification.sketch import (
     Sketches,
     best_weights,
@@ -145,7 +146,7 @@ def test_everything_is_put_back() -> None:
     frozen = net.frozen.weight.clone()
     net.head.weight.grad = gradient = torch.ones_like(net.head.weight)
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    before = random_states()
+    before = RandomState()
     with contextlib.suppress(KeyError), untouched(net):
         net(torch.tensor([[1]])).backward()
         net.norm(torch.randn(4, 3))
@@ -165,9 +166,9 @@ def test_everything_is_put_back() -> None:
         net.norm.running_mean.data.add_(1)
         drawn.append((net.draws[0].random(), net.draws[1].random(), float(torch.rand((), generator=net.draws[2]))))
         random.random(), np.random.rand()
-        assert not same_random_states(before, random_states())
+        assert not before.is_as(RandomState())
         raise KeyError
-    assert same_random_states(before, random_states())
+    assert before.is_as(RandomState())
     assert net.numbers is numbers
     assert net.mean is mean
     assert net.head.weight.grad is gradient

@@ -306,22 +306,22 @@ def test_all_ranks_hear_of_a_change_on_one() -> None:
     models = [cases.qwen2().float() for _ in range(2)]
     config = PadMinConfig(layout="pack", token_budget=14)
     batchers = [
-        MicroBatcher(config, exchange=ranks.exchange_of(rank), gate=PackGate({"": model}, config), may_pack=False)
+        MicroBatcher(config, exchange=ranks.exchange_of(rank), gate=PackGate({"": model}, config), asks_of_step=True)
         for rank, model in enumerate(models)
     ]
 
-    def prepared() -> list[bool]:
+    def prepared(may_pack: bool = True) -> list[bool]:
         with ThreadPoolExecutor(2) as pool:
-            return [each.plan.is_packed for each in pool.map(lambda batcher: batcher.prepare(batch), batchers)]
+            found = pool.map(lambda batcher: batcher.prepare(batch, may_pack=may_pack), batchers)
+            return [each.plan.is_packed for each in found]
 
     for batcher, model in zip(batchers, models, strict=True):
         del model
         assert batcher._gate is not None
         assert batcher._gate(LENGTHS)
-        batcher.may_pack = True
     assert prepared() == [True, True]
     models[1].set_attn_implementation("eager")
     assert prepared() == [True, False]
-    assert [(each.has_changed, each.may_pack) for each in batchers] == [(True, False)] * 2
-    assert prepared() == [False, False]
+    assert [each.has_changed for each in batchers] == [True] * 2
+    assert prepared(may_pack=False) == [False, False]
     assert not any(each.has_changed for each in batchers)
