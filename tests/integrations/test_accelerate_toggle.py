@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_padmin import PadMinConfig, run
 from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.cli import launch
-from lightning_padmin.config import Resolved, environment, launch_arguments, read_variables, resolve
+from lightning_padmin.config import Resolved, accelerate_file, environment, launch_arguments, read_variables, resolve
 from lightning_padmin.config.options import option_names
 from lightning_padmin.errors import BatchError, ConfigError
 from lightning_padmin.integrations.accelerate import PadMin
