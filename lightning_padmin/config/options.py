@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
-from lightning_padmin.batch import BatchSpec, Field, parse_field
+from lightning_padmin.batch import BatchSpec, Field, LossSpec, parse_field
 from lightning_padmin.errors import ConfigError
 
 T = TypeVar("T")
@@ -263,6 +263,11 @@ class PadMinConfig:
             ignore_index=self.ignore_index,
             pad_token_id=self.pad_token_id,
         )
+
+    @property
+    def loss(self) -> LossSpec:
+        """What is said of the loss."""
+        return LossSpec(reduction=self.loss_reduction, shift=self.label_shift, ignore_index=self.ignore_index)
 
 
 def as_config(config: object) -> PadMinConfig:

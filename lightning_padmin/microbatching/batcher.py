@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_padmin.architectures import ArchitectureError
-from lightning_padmin.batch import BatchSpec, RowTable, Schema, infer_schema, measure, pool
+from lightning_padmin.batch import BatchSpec, FlatBatch, RowTable, Schema, pool, row_table_of, schema_of
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
 from lightning_padmin.errors import BatchError, ConfigError, PadMinError, PadMinWarning, PlanError
@@ -145,26 +145,24 @@ class MicroBatcher:
     ) -> MicroBatches:
         """Plans the rows of several batches together, see `pool`; otherwise as `prepare`."""
         micro_batches = self._prepare(
-            lambda: pool(batches, [self.read(batch)[0] for batch in batches]),
+            lambda: self._pooled(batches),
             _Wish(token_budget, may_pack, min_micro_batches),
         )
         micro_batches.stats.batches = len(batches)
         return micro_batches
 
     def _prepare(self, get: Callable[[], Any], wish: _Wish) -> MicroBatches:
-        local: tuple[Schema, RowTable, Plan] | None = None
+        local: tuple[FlatBatch, Schema, RowTable, Plan] | None = None
         error: Exception | None = None
-        batch: Any = None
         try:
-            batch = get()
-            local = self._plan(batch, wish)
+            local = self._plan(get(), wish)
         except Exception as caught:  # whatever it is, the other ranks must hear of it before this one raises
             error = caught
         agreed = self._exchange(self._message(local, error))
         raise_together(error, agreed[:, 0])
         assert local is not None
         self.shows_first = bool(agreed[:, 6].any())
-        schema, table, plan = local
+        batch, schema, table, plan = local
         return self._assemble(batch, schema, table, plan, agreed)
 
     def read_together(self, batch: Any) -> tuple[Schema, RowTable]:
@@ -178,22 +176,25 @@ class MicroBatcher:
     def read_window_together(self, batches: Sequence[Any]) -> tuple[Any, Schema, RowTable]:
         """The rows of several batches as one batch, if they can be pooled, else the first; with its `read_together`."""
 
-        def pooled() -> Any:
-            schemas = [self.read(batch)[0] for batch in batches]
+        def pooled() -> FlatBatch:
+            read = [self._read(batch) for batch in batches]
             try:
-                return pool(batches, schemas)
+                return pool([flat for flat, _, _ in read], [schema for _, schema, _ in read])
             except BatchError:  # of no concern here; where it is, it is raised when they are planned
-                return batches[0]
+                return read[0][0]
 
         return self.read_made_together(pooled)
 
+    def _pooled(self, batches: Sequence[Any]) -> FlatBatch:
+        read = [self._read(batch) for batch in batches]
+        return pool([flat for flat, _, _ in read], [schema for _, schema, _ in read])
+
     def read_made_together(self, make: Callable[[], Any]) -> tuple[Any, Schema, RowTable]:
         """`read_together` of what `make` returns, with that; what it raises, all ranks hear of."""
-        local: tuple[Any, Schema, RowTable] | None = None
+        local: tuple[FlatBatch, Schema, RowTable] | None = None
         error: Exception | None = None
         try:
-            batch = make()
-            local = batch, *self.read(batch)
+            local = self._read(make())
             self._is_packable = self._may_be_packed(*local)
         except Exception as caught:
             error = caught
@@ -201,7 +202,7 @@ class MicroBatcher:
         raise_together(error, agreed[:, 0])
         assert local is not None
         self.shows_first = bool(agreed[:, 1].any())
-        return local
+        return local[0].whole, *local[1:]
 
     def _has_first(self, table: RowTable) -> int:
         """1 where the batch has labels on first tokens, and whether the loss takes them matters."""
@@ -209,44 +210,29 @@ class MicroBatcher:
             return int(table.behind.any())
         return int(self.config.loss_reduction == "token-mean" and bool((table.first_weight > 0).any()))
 
-    def _message(self, local: tuple[Schema, RowTable, Plan] | None, error: Exception | None) -> list[int]:
+    def _message(self, local: tuple[FlatBatch, Schema, RowTable, Plan] | None, error: Exception | None) -> list[int]:
         """Error code, micro-batches, slots, row weight (a float64's bits), largest slots, lost targets, first."""
         if local is None:
             return [_code(error), 0, 0, 0, 0, 0, 0]
-        _, table, plan = local
+        _, _, table, plan = local
         total = np.float64(table.weight.sum()).view(np.int64)
         largest = int(plan.slots_per_group.max())
         return [0, len(plan), plan.slots, int(total), largest, table.lost_targets, self._has_first(table)]
 
-    def read(self, batch: Any, names: BatchSpec | None = None) -> tuple[Schema, RowTable]:
+    def read(self, batch: Any) -> tuple[Schema, RowTable]:
         """Schema and row table of a batch; raises PadMinError for one that cannot be understood."""
+        return self._read(batch)[1:]
+
+    def _read(self, batch: Any, names: BatchSpec | None = None) -> tuple[FlatBatch, Schema, RowTable]:
         if self._before_reading is not None:
             self._before_reading()
         config, spec = self.config, names or self.config.batch
         if self._declared is not None:
             spec = spec.declared_by(self._declared)
-        schema = infer_schema(
-            batch,
-            spec.fields,
-            spec.static_keys,
-            mask_key=spec.mask_key,
-            labels_key=spec.labels_key,
-            decoder_mask_key=spec.decoder_mask_key,
-            loss_mask_key=spec.loss_mask_key,
-            ignore_index=spec.ignore_index,
-            pad_token_id=spec.pad_token_id,
-            encoder_decoder=self.encoder_decoder,
-            previous=self._last_schema,
-        )
+        flat = FlatBatch.of(batch, spec.paths)
+        schema = schema_of(flat, spec, encoder_decoder=self.encoder_decoder, previous=self._last_schema)
         self._last_schema = schema
-        table = measure(
-            batch,
-            schema,
-            ignore_index=config.ignore_index,
-            label_shift=config.label_shift,
-            loss_reduction=config.loss_reduction,
-            other_masks=self._other_masks,
-        )
+        table = row_table_of(flat, schema, config.loss, self._other_masks)
         longest = math.ceil(int(table.length.max()) / config.pad_to_multiple_of) * config.pad_to_multiple_of
         if self._row_limit is not None and longest > self._row_limit:
             raise ArchitectureError(
@@ -254,16 +240,16 @@ class MicroBatcher:
                 f"call beyond {self._row_limit}: shorten rows to {self._row_limit}, use a fixed scaling (linear, yarn, "
                 "llama3), or enabled=False"
             )
-        return schema, table
+        return flat, schema, table
 
-    def _plan(self, batch: Any, wish: _Wish) -> tuple[Schema, RowTable, Plan]:
+    def _plan(self, batch: Any, wish: _Wish) -> tuple[FlatBatch, Schema, RowTable, Plan]:
         config = self.config
-        schema, table = self.read(batch, wish.names)
+        flat, schema, table = self._read(batch, wish.names)
         opens = self._gate_opens(schema, table)
-        packed = self._plan_packs(batch, schema, table, wish) if opens and wish.may_pack else None
+        packed = self._plan_packs(flat, schema, table, wish) if opens and wish.may_pack else None
         if packed is not None:
             self._tell(table, packed)
-            return schema, table, packed
+            return flat, schema, table, packed
         plan = plan_quietly(
             table.length,
             self._budget(schema, wish),
@@ -279,13 +265,13 @@ class MicroBatcher:
             shapes=self._shapes_for(schema, table, wish),
         )
         self._tell(table, plan)  # before the agreement: where warnings are errors, all ranks raise
-        return schema, table, plan
+        return flat, schema, table, plan
 
     def _gate_opens(self, schema: Schema, table: RowTable) -> bool:
         """Whether rows may be packed by what is known of the model; an encoder-decoder's only to be refused."""
         return self._gate is not None and (len(schema.widths) > 1 or self._gate(table.length[:, 0]))
 
-    def _plan_packs(self, batch: Any, schema: Schema, table: RowTable, wish: _Wish) -> Plan | None:
+    def _plan_packs(self, batch: FlatBatch, schema: Schema, table: RowTable, wish: _Wish) -> Plan | None:
         """None where `layout="auto"` pads a batch that cannot be packed."""
         config = self.config
         try:
@@ -304,7 +290,7 @@ class MicroBatcher:
             riders=table.weight == 0,
         )
 
-    def _may_be_packed(self, batch: Any, schema: Schema, table: RowTable) -> bool:
+    def _may_be_packed(self, batch: FlatBatch, schema: Schema, table: RowTable) -> bool:
         """Whether this batch can be packed; raises where it must be."""
         if not self._gate_opens(schema, table):
             return False
@@ -367,7 +353,7 @@ class MicroBatcher:
         return schema.rows * sum(math.ceil(width / multiple) * multiple for width in schema.widths)
 
     def _assemble(
-        self, batch: Any, schema: Schema, table: RowTable, plan: Plan, agreed: NDArray[np.int64]
+        self, batch: FlatBatch, schema: Schema, table: RowTable, plan: Plan, agreed: NDArray[np.int64]
     ) -> MicroBatches:
         count = int(agreed[:, 1].max())
         planned_slots = plan.slots
