@@ -15,6 +15,7 @@ import torch
 
 from lightning_padmin.batch import BatchSpec, Field, LossSpec, parse_field
 from lightning_padmin.errors import ConfigError
+from lightning_padmin.planning import PlanSpec
 
 T = TypeVar("T")
 RowWeight: TypeAlias = Callable[[Any], torch.Tensor]
@@ -268,6 +269,21 @@ class PadMinConfig:
     def loss(self) -> LossSpec:
         """What is said of the loss."""
         return LossSpec(reduction=self.loss_reduction, shift=self.label_shift, ignore_index=self.ignore_index)
+
+    @property
+    def plan(self) -> PlanSpec:
+        """What plans keep to; a launch cost that is to be measured is not known yet."""
+        launch_cost = self.launch_cost if isinstance(self.launch_cost, int) else PadMinConfig.launch_cost
+        assert isinstance(launch_cost, int)
+        return PlanSpec(
+            token_budget=self.token_budget,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            max_rows=self.max_rows,
+            launch_cost=launch_cost,
+            method=self.method,
+            cost_multiple_of=self.cost_multiple_of or 1,
+            attention_width=self.attention_width,
+        )
 
 
 def as_config(config: object) -> PadMinConfig:
