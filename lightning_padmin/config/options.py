@@ -246,6 +246,10 @@ class PadMinConfig:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def without_loss(self) -> PadMinConfig:
+        """These options where the loss is nobody's concern, since it sees whole batches: every row counts the same."""
+        return dataclasses.replace(self, loss_reduction="row-mean", normalize="rank")
+
     @property
     def fields(self) -> Mapping[str, Field]:
         """`batch_schema` with every value parsed."""

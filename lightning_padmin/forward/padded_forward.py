@@ -82,7 +82,7 @@ class PaddedForward:
         if mode not in _MODES:
             raise ConfigError(f"mode={mode!r}: expected one of {', '.join(map(repr, _MODES))}")
         self.model, self.mode, self.no_sync = model, mode, no_sync
-        self.config = replace(as_config(config), loss_reduction="row-mean", normalize="rank")
+        self.config = as_config(config).without_loss()
         findings = inspect_model(model) if isinstance(model, nn.Module) else []
         for finding in findings:  # batch normalization may still be frozen; the balance loss is taken of all rows
             of_width = finding.rule == "length-dependent-rope" and finding.exact_up_to is None
