@@ -81,9 +81,10 @@ class MicroBatcher:
                 "layout='pack' is only for models that were measured not to leak, and here no model is known: use "
                 "PaddedForward(model, config), PadMinCallback, PadMinTrainerMixin or PadMinMixin"
             )
+        self._names, self._limits, self._loss = config.batch, config.plan, config.loss
         self._exchange = exchange or exchange_alone
         self._reader = Reader(
-            config.loss, config.pad_to_multiple_of, schema, encoder_decoder, before_reading, row_limit, other_masks
+            self._loss, config.pad_to_multiple_of, schema, encoder_decoder, before_reading, row_limit, other_masks
         )
         self._packing = None if gate is None else Packing(gate, config.layout == "pack", packs_inside)
         self._padded = Padded() if config.shape_buckets is None else Bucketed(config.shape_buckets)
@@ -143,10 +144,8 @@ class MicroBatcher:
         min_micro_batches: int = 1,
     ) -> MicroBatches:
         """Plans the rows of several batches together, see `pool`; otherwise as `prepare`."""
-        micro_batches = self._prepare(
-            lambda: self._pooled(batches),
-            _Wish(token_budget, may_pack, min_micro_batches),
-        )
+        wish = _Wish(token_budget, may_pack, min_micro_batches)
+        micro_batches = self._prepare(lambda: self._pooled(batches), wish)
         micro_batches.stats.batches = len(batches)
         return micro_batches
 
@@ -166,10 +165,10 @@ class MicroBatcher:
         grows = self._growth.with_batch(agreed.largest)
         if self._meter is not None:
             self._meter.begin()
-        return planned.mapped(agreed, self._config.loss, self._config.normalize == "global", grows, self._meter)
+        return planned.mapped(agreed, self._loss, self._config.normalize == "global", grows, self._meter)
 
     def _read(self, batch: Any, names: BatchSpec | None = None) -> tuple[FlatBatch, Schema, RowTable]:
-        return self._reader.read(batch, names or self._config.batch)
+        return self._reader.read(batch, names or self._names)
 
     def _plan(self, batch: FlatBatch, schema: Schema, table: RowTable, wish: _Wish) -> PlannedBatch:
         layout: Layout | None = None
@@ -182,7 +181,7 @@ class MicroBatcher:
 
     def _spec_of(self, schema: Schema, wish: _Wish) -> PlanSpec:
         """The options of the plan of one batch, with the budget resolved."""
-        spec = self._config.plan
+        spec = self._limits
         budget = wish.token_budget if wish.token_budget is not None else spec.token_budget
         spec = replace(
             spec,
@@ -244,7 +243,7 @@ class MicroBatcher:
         """1 where the batch has labels on first tokens, and whether the loss takes them matters."""
         if self._subtracts_lost:
             return int(table.behind.any())
-        return int(self._config.loss_reduction == "token-mean" and bool((table.first_weight > 0).any()))
+        return int(self._loss.reduction == "token-mean" and bool((table.first_weight > 0).any()))
 
     def _tell(self, planned: PlannedBatch) -> None:
         for words in planned.remarks():
