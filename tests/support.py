@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
 from lightning_padmin import PadMinCallback
+from lightning_padmin.microbatching import weights
 
 VOCABULARY = 23
 # Ten rows that a budget of BUDGET slots cuts into five micro-batches: 24 | 20 | 12 12 | 6 6 6 6 | 3 2.
@@ -46,6 +50,19 @@ def make_batch(
             loss = slice(before + min(prompt, length - 1), before + length)
             labels[i, loss] = ids[i, loss]
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@contextmanager
+def equal_weights() -> Iterator[None]:
+    """The classical mistake, for negative controls: every micro-batch weighs 1/K."""
+    right = weights.weights
+
+    def evenly(*arguments: Any) -> Any:
+        found, shares = right(*arguments)
+        return np.full_like(found, 1 / len(found)), shares
+
+    with mock.patch.object(weights, "weights", evenly):
+        yield
 
 
 class TinyLM(nn.Module):

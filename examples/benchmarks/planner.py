@@ -31,6 +31,7 @@ from lightning_padmin.planning.plan import Plan
 from lightning_padmin.planning.planner import plan_quietly
 from lightning_padmin.planning.search import Limits
 from lightning_padmin.planning.shape_buckets import choose_shapes
+from lightning_padmin.planning.spec import PlanSpec
 
 GSM8K = EXAMPLES.parent / "tests" / "diagnose" / "gsm8k_lengths.csv"
 RIVALS = ("roll + trim", "greedy", "balanced", "first fit", "strided")
@@ -137,14 +138,7 @@ def bounded(bounds: Sequence[int], rows: int, draws: int, launch_cost: int) -> l
             plans = [
                 plan_quietly(
                     batch,
-                    budget,
-                    pad_to_multiple_of=8,
-                    max_width=None,
-                    max_rows=None,
-                    min_micro_batches=1,
-                    launch_cost=launch_cost,
-                    method="optimal",
-                    riders=None,
+                    PlanSpec(token_budget=budget, pad_to_multiple_of=8, launch_cost=launch_cost),
                     shapes=shapes,
                 )
                 for batch in batches[1:]

@@ -17,10 +17,10 @@ room has to know what a batch of a given framework looks like. Values are read a
 from lightning_padmin.batch.columns import could_be_columns, has_ends, holds_integers, moved, moved_item
 from lightning_padmin.batch.fields import AXES, Axis, Field, Schema, parse_field
 from lightning_padmin.batch.pooling import pool
-from lightning_padmin.batch.row_table import RowTable, measure
-from lightning_padmin.batch.schema import infer_schema
-from lightning_padmin.batch.spec import BatchSpec
-from lightning_padmin.batch.tree import child_of, find_path, iter_leaves, last_part, map_leaves
+from lightning_padmin.batch.row_table import RowTable, measure, row_table_of
+from lightning_padmin.batch.schema import infer_schema, schema_of
+from lightning_padmin.batch.spec import BatchSpec, LossSpec
+from lightning_padmin.batch.tree import FlatBatch, child_of, find_path, flatten, iter_leaves, last_part, map_leaves
 from lightning_padmin.batch.units import unit_index
 
 __all__ = [
@@ -28,11 +28,14 @@ __all__ = [
     "Axis",
     "BatchSpec",
     "Field",
+    "FlatBatch",
+    "LossSpec",
     "RowTable",
     "Schema",
     "child_of",
     "could_be_columns",
     "find_path",
+    "flatten",
     "has_ends",
     "holds_integers",
     "infer_schema",
@@ -44,5 +47,7 @@ __all__ = [
     "moved_item",
     "parse_field",
     "pool",
+    "row_table_of",
+    "schema_of",
     "unit_index",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard, cast, get_args
@@ -121,3 +122,8 @@ class Schema:
     def can_widen(self) -> bool:
         """Whether every positional entry has a fill, so that widths may be rounded beyond the batch's own."""
         return all(entry.fill is not None for entry in self.fields.values() if entry.kind == "position")
+
+    def slots(self, multiple: int = 1) -> int:
+        """Slots of the batch as it came, at the rounded width where rounding may go beyond the batch's own."""
+        multiple = multiple if self.can_widen else 1
+        return self.rows * sum(math.ceil(width / multiple) * multiple for width in self.widths)

@@ -12,15 +12,15 @@ from torch.nn import functional as F
 
 from lightning_padmin.batch.columns import has_ends, widened, widened_item
 from lightning_padmin.batch.fields import AXES, Field, Schema
-from lightning_padmin.batch.tree import iter_leaves, map_leaves
+from lightning_padmin.batch.tree import FlatBatch
 from lightning_padmin.errors import BatchError
 
 
-def pool(batches: Sequence[Any], schemas: Sequence[Schema]) -> Any:
+def pool(batches: Sequence[FlatBatch], schemas: Sequence[Schema]) -> FlatBatch:
     """One batch with the rows of all, in order, as wide as the widest; of the first one's type.
 
     Args:
-        batches: batches of one kind: the same entries; they are only read.
+        batches: batches of one kind, flattened: the same entries; they are only read.
         schemas: their schemas.
 
     Raises:
@@ -29,7 +29,7 @@ def pool(batches: Sequence[Any], schemas: Sequence[Schema]) -> Any:
     """
     if len(batches) == 1:
         return batches[0]
-    leaves = [dict(iter_leaves(batch, schema.fields)) for batch, schema in zip(batches, schemas, strict=True)]
+    leaves = [batch.leaves for batch in batches]
     first, fields = leaves[0], schemas[0].fields
     for other, schema in zip(leaves[1:], schemas[1:], strict=True):
         odd = set(other) ^ set(first) | {path for path in fields if schema.fields.get(path) != fields[path]}
@@ -40,7 +40,7 @@ def pool(batches: Sequence[Any], schemas: Sequence[Schema]) -> Any:
             )
     widths = [max(schema.widths[k] for schema in schemas) for k in range(len(schemas[0].widths))]
 
-    def join(path: str, _: Any) -> Any:
+    def joined(path: str) -> Any:
         parts = [each[path] for each in leaves]
         field = fields.get(path, Field("static"))
         if field.kind == "column":
@@ -52,7 +52,7 @@ def pool(batches: Sequence[Any], schemas: Sequence[Schema]) -> Any:
             ]
         return _joined(path, parts, field, widths)
 
-    return map_leaves(batches[0], join, fields)
+    return batches[0].with_leaves({path: joined(path) for path in first})
 
 
 def _joined(path: str, parts: list[Any], field: Field, widths: Sequence[int]) -> Any:

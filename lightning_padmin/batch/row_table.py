@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_padmin.batch.columns import as_table, in_front
 from lightning_padmin.batch.fields import AXES, Schema
-from lightning_padmin.batch.tree import iter_leaves, last_part
+from lightning_padmin.batch.spec import LossSpec
+from lightning_padmin.batch.tree import FlatBatch, last_part
 from lightning_padmin.batch.units import counting_entries, units_per_row
 from lightning_padmin.errors import BatchError
 
@@ -72,7 +73,6 @@ class RowTable:
         return len(self) * sum(self.widths)
 
 
-@torch.no_grad()
 def measure(
     batch: Any,
     schema: Schema,
@@ -103,8 +103,15 @@ def measure(
             where tokens must be counted, weights that are not (B,), finite and non-negative, columns of padding in
             front of a row, or units whose number is not what the batch says.
     """
-    leaves = dict(iter_leaves(batch, schema.fields))
-    shift = label_shift if label_shift is not None else int(schema.labels_axis == "input")
+    loss = LossSpec(reduction=loss_reduction, shift=label_shift, ignore_index=ignore_index)
+    return row_table_of(FlatBatch.of(batch, schema.fields), schema, loss, other_masks)
+
+
+@torch.no_grad()
+def row_table_of(batch: FlatBatch, schema: Schema, loss: LossSpec, other_masks: str | None = "") -> RowTable:
+    """`measure` of a batch that has been flattened."""
+    leaves, ignore_index, loss_reduction = batch.leaves, loss.ignore_index, loss.reduction
+    shift = loss.shift if loss.shift is not None else int(schema.labels_axis == "input")
     axes = AXES[: len(schema.widths)]
     spans = [_Span.of(leaves[schema.mask])]
     if len(axes) == 2:
@@ -122,7 +129,7 @@ def measure(
                 as_table(leaves[path], entry.row_dim), spans[k].start, schema.widths[k]
             )
     if not isinstance(loss_reduction, str):
-        columns["weight"] = _user_weight(loss_reduction, batch, schema.rows)
+        columns["weight"] = _user_weight(loss_reduction, batch.whole, schema.rows)
     table, counting = _to_host(leaves[schema.mask].device, columns, counting_entries(leaves, schema))
     _validate(table, schema, ignore_index, loss_reduction, other_masks)
     ones = np.ones(schema.rows)

@@ -17,11 +17,12 @@ import torch
 from lightning_padmin.batch.columns import KNOWN as _COLUMNS
 from lightning_padmin.batch.columns import holds_integers
 from lightning_padmin.batch.fields import AXES, Axis, Field, Fill, Kind, Schema, parse_field
+from lightning_padmin.batch.spec import BatchSpec
 from lightning_padmin.batch.tree import (
+    FlatBatch,
     Paths,
     check_rebuildable,
     find_path,
-    iter_leaves,
     last_part,
     parent_of,
     tensors_in,
@@ -30,7 +31,7 @@ from lightning_padmin.batch.validate import check_plain, check_shape, with_owner
 from lightning_padmin.errors import SchemaError
 from lightning_padmin.printing import listed
 
-__all__ = ["AXES", "Axis", "Field", "Kind", "Schema", "find_path", "infer_schema", "parse_field"]
+__all__ = ["AXES", "Axis", "Field", "Kind", "Schema", "find_path", "infer_schema", "parse_field", "schema_of"]
 
 # Names that transformers' tokenizers, collators and models use. All run along the sequence; value = fill.
 _INPUT: dict[str, Fill] = {
@@ -89,11 +90,27 @@ def infer_schema(
         SchemaError: no mask, an entry that is ambiguous or has the wrong number of rows, or a declaration that does
             not fit its entry.
     """
-    roles_named = (mask_key, labels_key, decoder_mask_key, loss_mask_key)
-    named = [key for key in roles_named if key is not None and "." in key]
-    found = _Inference(batch, dict(overrides or {}), tuple(static_keys), previous, named)
+    spec = BatchSpec(
+        mask_key=mask_key,
+        labels_key=labels_key,
+        decoder_mask_key=decoder_mask_key,
+        loss_mask_key=loss_mask_key,
+        fields=dict(overrides or {}),
+        static_keys=tuple(static_keys),
+        ignore_index=ignore_index,
+        pad_token_id=pad_token_id,
+    )
+    return schema_of(FlatBatch.of(batch, spec.paths), spec, encoder_decoder=encoder_decoder, previous=previous)
+
+
+def schema_of(
+    batch: FlatBatch, spec: BatchSpec, *, encoder_decoder: bool = False, previous: Schema | None = None
+) -> Schema:
+    """`infer_schema` of a batch that has been flattened, with `spec.paths` named."""
+    found = _Inference(batch.leaves, spec, previous)
+    mask_key, labels_key, loss_mask_key = spec.mask_key, spec.labels_key, spec.loss_mask_key
     mask = found.mask(mask_key)
-    decoder_mask = found.role("decoder_mask_key", decoder_mask_key)
+    decoder_mask = found.role("decoder_mask_key", spec.decoder_mask_key)
     labels = found.labels(labels_key)
     loss_mask = found.role("loss_mask_key", loss_mask_key) if loss_mask_key is not None else None
     if loss_mask_key is not None and loss_mask is None:
@@ -112,15 +129,15 @@ def infer_schema(
     # Labels that do not say what carries loss run along positions all the same.
     along = found.labels("labels") if labels_key is None else labels
     if along is not None and found.leaves[along].ndim != 1:  # (B,) is one label per row: classification
-        roles[along] = (side, ignore_index)
+        roles[along] = (side, spec.ignore_index)
     present = [path for path, leaf in found.leaves.items() if leaf is not None]
-    fields = {path: found.field(path, roles, pad_token_id) for path in present}
+    fields = {path: found.field(path, roles, spec.pad_token_id) for path in present}
     for path, (axis, _) in roles.items():
         if path != along or fields[path].kind not in ("row", "column"):
             check_plain(path, found.leaves[path], fields[path], axis)
     paths = Paths(fields)
     fields = {path: with_owner(path, fields, paths) for path in fields}
-    check_rebuildable(batch, fields)
+    check_rebuildable(batch)
     widths = (found.width,) if found.decoder_width is None else (found.width, found.decoder_width)
     by_row = {path for path in fields if fields[path].kind in ("row", "column")}
     guessed = frozenset(by_row - {*found.declared, labels})
@@ -137,21 +154,14 @@ def _check_holds(path: str, leaf: Any, pad_token_id: int) -> None:
 
 
 class _Inference:
-    """One run of `infer_schema`: the leaves and what has been found out so far."""
+    """One run of `schema_of`: the leaves and what has been found out so far."""
 
-    def __init__(
-        self,
-        batch: Any,
-        overrides: dict[str, Field],
-        static_keys: tuple[str, ...],
-        previous: Schema | None,
-        named: Sequence[str],
-    ) -> None:
-        self.leaves: dict[str, Any] = dict(iter_leaves(batch, [*overrides, *static_keys, *named]))
+    def __init__(self, leaves: Mapping[str, Any], spec: BatchSpec, previous: Schema | None) -> None:
+        self.leaves = leaves
         self.paths = Paths(self.leaves)
         self.decoder_node: str | None = None  # where names of the input axis are those of the decoder's
         self.declared: dict[str, Field] = {}
-        for key, entry in [*overrides.items(), *((key, Field("static")) for key in static_keys)]:
+        for key, entry in [*spec.fields.items(), *((key, Field("static")) for key in spec.static_keys)]:
             # A declared entry may be absent: image keys, say, are missing from batches without images.
             path = find_path(key, self.paths, "batch_schema key")
             self.declared |= dict.fromkeys(self.paths.below(key) if path is None else [path], entry)

@@ -121,8 +121,29 @@ def child_of(node: Any, name: str) -> Any:
     return getattr(node, name)
 
 
-def iter_leaves(batch: Any, named: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Path and value of every leaf, in the batch's own order.
+@dataclasses.dataclass(frozen=True, eq=False)
+class TreeSpec:
+    """A batch without its leaves: what it is made anew from.
+
+    Attributes:
+        container: the inner node as it came; it is only read.
+        children: of each key, the path of a leaf, or the node inside.
+    """
+
+    container: Any
+    children: dict[object, str | TreeSpec]
+
+    def unflatten(self, leaves: Mapping[str, Any]) -> Any:
+        """A new batch of the same types, with these leaves by path; the original stays as it is."""
+        values = {
+            key: leaves[child] if isinstance(child, str) else child.unflatten(leaves)
+            for key, child in self.children.items()
+        }
+        return _rebuild(self.container, values)
+
+
+def flatten(batch: Any, named: Collection[str] = ()) -> tuple[dict[str, Any], TreeSpec]:
+    """The leaves of a batch by path, in the batch's own order, and what is left of it without them.
 
     Args:
         batch: the batch; a mapping, dataclass, named tuple, list or tuple.
@@ -138,22 +159,61 @@ def iter_leaves(batch: Any, named: Collection[str] = ()) -> Iterator[tuple[str, 
             f"batch of type {type(batch).__name__}: expected a mapping, dataclass, named tuple, list or tuple of "
             "tensors; have the collate function return one of these"
         )
-    seen: set[str] = set()
-    stack: list[tuple[str, Any, tuple[Any, ...]]] = [("", batch, ())]  # path, node, the nodes that it lies in
+    leaves: dict[str, Any] = {}
+    top = TreeSpec(None, {})
+    # Path, node, the nodes that it lies in, and where it goes: a container's children, under which key.
+    stack: list[tuple[str, Any, tuple[Any, ...], TreeSpec, object]] = [("", batch, (), top, "")]
     while stack:
-        path, node, above = stack.pop()
+        path, node, above, parent, name = stack.pop()
         children = _children(node, path, known)
         if children is None:
-            if path in seen:
+            if path in leaves:
                 raise SchemaError(f"two entries of the batch have the path {path!r}: rename one of them")
-            seen.add(path)
-            yield path, node
+            leaves[path] = node
+            parent.children[name] = path
             continue
         _check_nesting(path, node, above)
-        if len(seen) + len(stack) + len(children) > MOST:
+        if len(leaves) + len(stack) + len(children) > MOST:
             raise _too_many(path)
         above = (*above, node)
-        stack.extend((join(path, key), value, above) for key, value in reversed(children))
+        spec = parent.children[name] = TreeSpec(node, {})
+        stack.extend((join(path, key), value, above, spec, key) for key, value in reversed(children))
+    whole = top.children[""]
+    assert isinstance(whole, TreeSpec)
+    return leaves, whole
+
+
+def iter_leaves(batch: Any, named: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Path and value of every leaf, see `flatten`."""
+    yield from flatten(batch, named)[0].items()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlatBatch:
+    """A batch that has been walked through once: every later step takes this in its place.
+
+    Attributes:
+        whole: the batch, of the caller's type; it is only read.
+        leaves: its leaves by path.
+        spec: what is left of it without them.
+    """
+
+    whole: Any
+    leaves: Mapping[str, Any]
+    spec: TreeSpec
+
+    @staticmethod
+    def of(batch: Any, named: Collection[str] = ()) -> FlatBatch:
+        """`flatten`, unless that has been done already."""
+        return batch if isinstance(batch, FlatBatch) else FlatBatch(batch, *flatten(batch, named))
+
+    def with_leaves(self, leaves: Mapping[str, Any]) -> FlatBatch:
+        """A batch of the same types with other leaves."""
+        return FlatBatch(self.spec.unflatten(leaves), leaves, self.spec)
+
+    def map(self, function: Callable[[str, Any], Any]) -> Any:
+        """A new batch of the same types, each leaf replaced by `function(path, leaf)`; the original stays as it is."""
+        return self.spec.unflatten({path: function(path, leaf) for path, leaf in self.leaves.items()})
 
 
 def _check_nesting(path: str, node: Any, above: tuple[Any, ...]) -> None:
@@ -172,21 +232,22 @@ def _short(path: str) -> str:
 
 
 def map_leaves(batch: Any, function: Callable[[str, Any], Any], named: Collection[str] = ()) -> Any:
-    """A new batch of the same types, each leaf replaced by `function(path, leaf)`; the original stays as it is.
+    """`FlatBatch.map` of a batch.
 
     Raises:
-        SchemaError: as `iter_leaves`, of levels.
+        SchemaError: as `flatten`.
     """
-    return _map(batch, "", function, Paths(named), ())
+    return FlatBatch.of(batch, named).map(function)
 
 
 def check_rebuildable(batch: Any, named: Collection[str] = ()) -> None:
     """Raises SchemaError for a batch with a container that cannot be made anew, before anything depends on it."""
+    flat = FlatBatch.of(batch, named)
     try:
-        map_leaves(batch, lambda path, leaf: leaf, named)
+        flat.spec.unflatten(flat.leaves)
     except (TypeError, AttributeError, ValueError) as error:
         raise SchemaError(
-            f"batch of type {type(batch).__name__}: one of its containers cannot be rebuilt with other entries "
+            f"batch of type {type(flat.whole).__name__}: one of its containers cannot be rebuilt with other entries "
             f"({error}): have the collate function return dictionaries, dataclasses or tuples"
         ) from error
 
@@ -218,16 +279,6 @@ def tensors_in(leaf: Any, path: str = "") -> Iterator[torch.Tensor | np.ndarray]
 
 
 _NONE = Paths(())
-
-
-def _map(node: Any, path: str, function: Callable[[str, Any], Any], named: Paths, above: tuple[Any, ...]) -> Any:
-    children = _children(node, path, named)
-    if children is None:
-        return function(path, node)
-    _check_nesting(path, node, above)
-    above = (*above, node)
-    values = {key: _map(value, join(path, key), function, named, above) for key, value in children}
-    return _rebuild(node, values)
 
 
 def _rebuild(node: Any, values: dict[Any, Any]) -> Any:

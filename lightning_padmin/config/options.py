@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
-from lightning_padmin.batch import BatchSpec, Field, parse_field
+from lightning_padmin.batch import BatchSpec, Field, LossSpec, parse_field
 from lightning_padmin.errors import ConfigError
+from lightning_padmin.planning import PlanSpec
 
 T = TypeVar("T")
 RowWeight: TypeAlias = Callable[[Any], torch.Tensor]
@@ -245,6 +246,10 @@ class PadMinConfig:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def without_loss(self) -> PadMinConfig:
+        """These options where the loss is nobody's concern, since it sees whole batches: every row counts the same."""
+        return dataclasses.replace(self, loss_reduction="row-mean", normalize="rank")
+
     @property
     def fields(self) -> Mapping[str, Field]:
         """`batch_schema` with every value parsed."""
@@ -262,6 +267,26 @@ class PadMinConfig:
             static_keys=tuple(self.static_keys),
             ignore_index=self.ignore_index,
             pad_token_id=self.pad_token_id,
+        )
+
+    @property
+    def loss(self) -> LossSpec:
+        """What is said of the loss."""
+        return LossSpec(reduction=self.loss_reduction, shift=self.label_shift, ignore_index=self.ignore_index)
+
+    @property
+    def plan(self) -> PlanSpec:
+        """What plans keep to; a launch cost that is to be measured is not known yet."""
+        launch_cost = self.launch_cost if isinstance(self.launch_cost, int) else PadMinConfig.launch_cost
+        assert isinstance(launch_cost, int)
+        return PlanSpec(
+            token_budget=self.token_budget,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            max_rows=self.max_rows,
+            launch_cost=launch_cost,
+            method=self.method,
+            cost_multiple_of=self.cost_multiple_of or 1,
+            attention_width=self.attention_width,
         )
 
 

@@ -12,7 +12,7 @@ from lightning_padmin.diagnose.reading import Lengths
 from lightning_padmin.diagnose.remedies import widths_today
 from lightning_padmin.diagnose.report import Report
 from lightning_padmin.diagnose.sampling import cut_to, draw_steps
-from lightning_padmin.planning import plan_quietly
+from lightning_padmin.planning import PlanSpec, plan_quietly
 
 _REAL, _PADDING, _LINE = "#2a6f97", "#f2b8a0", "#c1440e"
 
@@ -49,17 +49,13 @@ def _draw_step(axes: Any, report: Report, lengths: Lengths) -> None:
     setup = sample.setup
     own = sample.lengths[0, 0].sum(axis=2).reshape(-1)
     widths = np.repeat(widths_today(sample)[0, 0], setup.batch_size)
-    plan = plan_quietly(
-        own,
-        report.recommended,
+    spec = PlanSpec(
+        token_budget=report.recommended,
         pad_to_multiple_of=setup.pad_to_multiple_of,
-        max_width=None,
         max_rows=setup.max_rows,
-        min_micro_batches=1,
         launch_cost=setup.launch_cost,
-        method="optimal",
-        riders=None,
     )
+    plan = plan_quietly(own, spec)
     order = np.concatenate(plan.groups)
     planned = np.repeat(plan.widths[:, 0], [len(rows) for rows in plan.groups])
     passes = [setup.batch_size] * setup.accumulate, [len(rows) for rows in plan.groups]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_padmin.diagnose.packing import packed_rows
 from lightning_padmin.diagnose.sampling import Sample, Setup
-from lightning_padmin.planning import Plan, plan_quietly, round_up
+from lightning_padmin.planning import Plan, PlanSpec, plan_quietly, round_up
 
 Ints: TypeAlias = NDArray[np.int64]
 LIMITS = ("budget", "max rows", "launch cost", "end of the step")
@@ -138,17 +138,14 @@ def _rounded(widths: Ints, setup: Setup) -> Ints:
 
 
 def _plan(lengths: Ints, budget: int | None, setup: Setup, method: Literal["optimal", "greedy"]) -> Plan:
-    return plan_quietly(
-        lengths,
-        budget,
+    spec = PlanSpec(
+        token_budget=budget,
         pad_to_multiple_of=setup.pad_to_multiple_of,
-        max_width=None,
         max_rows=setup.max_rows,
-        min_micro_batches=1,
         launch_cost=setup.launch_cost,
         method=method,
-        riders=None,
     )
+    return plan_quietly(lengths, spec)
 
 
 def _ended_by(plan: Plan, max_rows: int | None) -> Ints:

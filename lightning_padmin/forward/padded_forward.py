@@ -76,10 +76,9 @@ class PaddedForward:
         if mode not in _MODES:
             raise ConfigError(f"mode={mode!r}: expected one of {', '.join(map(repr, _MODES))}")
         self.model, self.mode, self.no_sync = model, mode, no_sync
-        config = replace(as_config(config), loss_reduction="row-mean", normalize="rank")
         findings = screen(model, tolerate={"batch-norm", "balance-loss"})  # that loss is taken of all rows
         findings.refuse()
-        self.config = findings.options(config)
+        self.config = findings.options(as_config(config).without_loss())
         self.micro_batches: MicroBatches | None = None
         if gate is None and isinstance(model, nn.Module):
             gate = gate_of({"": unwrap(model, compiled=False)}, self.config)

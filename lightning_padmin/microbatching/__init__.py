@@ -7,8 +7,13 @@ split batch.
     batcher        the steps in order: `MicroBatcher.prepare(batch)`
     api            the same as functions
     micro_batches  the result, iterated once
+    reading        flatten, infer, measure
+    planned        a planned batch: what ranks are told of it, and what it becomes
+    layouts        padding, packing and bounded shapes, behind one protocol
     padded_layout  index maps of padded micro-batches
     packed_layout  index maps of packed ones
+    agreement      what ranks tell each other of their batches
+    weights        what each micro-batch counts
     pack_policy    who decides whether rows are packed
     memory         a batch that ran out of memory is planned again
     loop_guard     loops of one's own that leave out a micro-batch

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_padmin.batch import AXES, Axis
+from lightning_padmin.batch import AXES, Axis, FlatBatch, row_table_of, schema_of
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.microbatching.batcher import MicroBatcher
@@ -70,9 +70,12 @@ def compact(batch: Any, config: PadMinConfig | None = None) -> CompactBatch:
     Raises:
         PadMinError: the batch's layout is ambiguous or its values are malformed.
     """
-    config = replace(as_config(config), loss_reduction="row-mean", layout="pad")
-    schema, table = MicroBatcher(config).read(batch)
+    config = as_config(config)
+    spec = config.batch
+    flat = FlatBatch.of(batch, spec.paths)
+    schema = schema_of(flat, spec)
+    table = row_table_of(flat, schema, config.loss.unasked())
     limits = None if schema.can_widen else schema.widths
     slots = pad_layout(table, np.arange(len(table)), config.pad_to_multiple_of, limits)
     lengths = table.length if table.length.shape[1] == len(AXES) else table.length[:, 0]
-    return CompactBatch(batch if slots.is_identity else slots.take_batch(batch, schema), lengths, slots)
+    return CompactBatch(batch if slots.is_identity else slots.take_batch(flat, schema), lengths, slots)

@@ -5,29 +5,25 @@ All that can fail happens in `MicroBatcher.prepare`, before the first forward pa
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from lightning_padmin.architectures import ArchitectureError
-from lightning_padmin.batch import BatchSpec, RowTable, Schema, infer_schema, measure, pool
+from lightning_padmin.batch import BatchSpec, FlatBatch, RowTable, Schema, pool
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
-from lightning_padmin.errors import BatchError, ConfigError, PadMinError, PadMinWarning, PlanError
+from lightning_padmin.errors import BatchError, ConfigError, PadMinWarning, code_of
+from lightning_padmin.microbatching.agreement import Agreed, Agreement
+from lightning_padmin.microbatching.layouts import Bucketed, Layout, Padded
+from lightning_padmin.microbatching.memory import Growth
 from lightning_padmin.microbatching.micro_batches import MicroBatches
-from lightning_padmin.microbatching.pack_policy import PackPolicy
-from lightning_padmin.microbatching.packed_layout import PackStyle, pack_layout, refuse_holes, refuse_unpackable
-from lightning_padmin.microbatching.padded_layout import SlotMap, pad_layout
-from lightning_padmin.microbatching.timing import UNTIL_THEN, LaunchMeter
-from lightning_padmin.planning import Limits, Plan, ShapeSet, SlotCost, choose_shapes, plan_packs, plan_quietly
-from lightning_padmin.stats import PaddingStats
-
-_FIRST = 20
-_NO_LIMIT = 2**40
+from lightning_padmin.microbatching.pack_policy import Packing, PackPolicy
+from lightning_padmin.microbatching.packed_layout import PackStyle
+from lightning_padmin.microbatching.planned import PlannedBatch
+from lightning_padmin.microbatching.reading import Reader
+from lightning_padmin.microbatching.timing import LaunchMeter
+from lightning_padmin.planning import PlanSpec
 
 
 class _Wish(NamedTuple):
@@ -83,24 +79,28 @@ class MicroBatcher:
         subtracts_lost: bool = False,
         other_masks: str | None = "",
     ) -> None:
-        self.shows_first, self._subtracts_lost, self._other_masks = False, subtracts_lost, other_masks
-        self._packs_inside, self._is_packable = packs_inside, False
-        self.config, self.encoder_decoder = as_config(config), encoder_decoder
-        if gate is None and self.config.layout == "pack":
+        self._config = config = as_config(config)
+        if gate is None and config.layout == "pack":
             raise ConfigError(
                 "layout='pack' is only for models that were measured not to leak, and here no model is known: use "
                 "PaddedForward(model, config), PadMinCallback, PadMinTrainerMixin or PadMinMixin"
             )
-        self._gate, self._asks_of_step = gate, asks_of_step
-        self.has_changed, self._changes = False, 0
-        self._before_reading, self._row_limit = before_reading, row_limit
-        self._declared, self._last_schema = schema, schema
+        self._names, self._limits, self._loss = config.batch, config.plan, config.loss
         self._exchange = exchange or exchange_alone
-        self._shapes: ShapeSet | None = None
-        self._meter = LaunchMeter() if self.config.launch_cost == "measured" else None
-        self._largest: NDArray[np.int64] | None = None  # micro-batch so far, in slots, by rank
-        self._prepared = 0
+        self._reader = Reader(
+            self._loss, config.pad_to_multiple_of, schema, encoder_decoder, before_reading, row_limit, other_masks
+        )
+        self._packing = None if gate is None else Packing(gate, config.layout == "pack", packs_inside, asks_of_step)
+        self._padded = Padded() if config.shape_buckets is None else Bucketed(config.shape_buckets)
+        self._meter = LaunchMeter() if config.launch_cost == "measured" else None
+        self._growth, self._subtracts_lost = Growth(), subtracts_lost
+        self.shows_first = self.has_changed = False
         self._said: set[str] = set()
+
+    @property
+    def config(self) -> PadMinConfig:
+        """The options; they stay what they are."""
+        return self._config
 
     def prepare(
         self, batch: Any, *, token_budget: int | None = None, may_pack: bool = True, min_micro_batches: int = 1
@@ -149,29 +149,57 @@ class MicroBatcher:
         min_micro_batches: int = 1,
     ) -> MicroBatches:
         """Plans the rows of several batches together, see `pool`; otherwise as `prepare`."""
-        micro_batches = self._prepare(
-            lambda: pool(batches, [self.read(batch)[0] for batch in batches]),
-            _Wish(token_budget, may_pack, min_micro_batches),
-        )
+        wish = _Wish(token_budget, may_pack, min_micro_batches)
+        micro_batches = self._prepare(lambda: self._pooled(batches), wish)
         micro_batches.stats.batches = len(batches)
         return micro_batches
 
     def _prepare(self, get: Callable[[], Any], wish: _Wish) -> MicroBatches:
-        local: tuple[Schema, RowTable, Plan] | None = None
+        """Flatten, infer, measure, plan; agree; map."""
+        planned: PlannedBatch | None = None
         error: Exception | None = None
-        batch: Any = None
         try:
-            batch = get()
-            local = self._plan(batch, wish)
+            planned = self._plan(*self._read(get(), wish.names), wish)
         except Exception as caught:  # whatever it is, the other ranks must hear of it before this one raises
             error = caught
-        agreed = self._exchange(self._message(local, error))
-        raise_together(error, agreed[:, 0])
-        assert local is not None
-        self.shows_first = bool(agreed[:, 6].any())
-        self.has_changed = bool(agreed[:, 7].any())
-        schema, table, plan = local
-        return self._assemble(batch, schema, table, plan, agreed)
+        said = Agreement(error=code_of(error)) if planned is None else self._says(planned)
+        agreed = Agreed.decode(self._exchange(said.encode()))
+        raise_together(error, agreed.errors)
+        assert planned is not None
+        self.shows_first, self.has_changed = agreed.first, agreed.changed
+        grows = self._growth.with_batch(agreed.largest)
+        if self._meter is not None:
+            self._meter.begin()
+        return planned.mapped(agreed, self._loss, self._config.normalize == "global", grows, self._meter)
+
+    def _says(self, planned: PlannedBatch) -> Agreement:
+        changed = self._packing is not None and self._packing.have_changed()
+        return planned.says(self._has_first(planned.table), int(changed))
+
+    def _read(self, batch: Any, names: BatchSpec | None = None) -> tuple[FlatBatch, Schema, RowTable]:
+        return self._reader.read(batch, names or self._names)
+
+    def _plan(self, batch: FlatBatch, schema: Schema, table: RowTable, wish: _Wish) -> PlannedBatch:
+        layout: Layout | None = None
+        if self._packing is not None:
+            layout = self._packing.layout_of(batch, schema, table, wish.may_pack, self._once)
+        layout, spec = layout or self._padded, self._spec_of(schema, wish)
+        planned = PlannedBatch(batch, schema, table, layout, spec, layout.plan(table, spec))
+        self._tell(planned)  # before the agreement: where warnings are errors, all ranks raise
+        return planned
+
+    def _spec_of(self, schema: Schema, wish: _Wish) -> PlanSpec:
+        """The options of the plan of one batch, with the budget resolved."""
+        spec = self._limits
+        budget = wish.token_budget if wish.token_budget is not None else spec.token_budget
+        spec = replace(
+            spec,
+            token_budget=budget if budget is not None else schema.slots(spec.pad_to_multiple_of),
+            max_width=None if schema.can_widen else schema.widths,
+            min_micro_batches=min(wish.min_micro_batches, schema.rows),
+            launch_cost=spec.launch_cost if self._meter is None else self._meter.launch_cost,
+        )
+        return spec.undivided() if wish.is_whole else spec
 
     def read_together(self, batch: Any) -> tuple[Schema, RowTable]:
         """`read`, on all ranks; decides whether rows are packed, where that is open.
@@ -183,296 +211,52 @@ class MicroBatcher:
 
     def read_window_together(self, batches: Sequence[Any]) -> tuple[Any, Schema, RowTable]:
         """The rows of several batches as one batch, if they can be pooled, else the first; with its `read_together`."""
+        # Where they cannot be, that is raised when they are planned.
+        return self.read_made_together(lambda: self._pooled(batches, or_first=True))
 
-        def pooled() -> Any:
-            schemas = [self.read(batch)[0] for batch in batches]
-            try:
-                return pool(batches, schemas)
-            except BatchError:  # of no concern here; where it is, it is raised when they are planned
-                return batches[0]
-
-        return self.read_made_together(pooled)
+    def _pooled(self, batches: Sequence[Any], or_first: bool = False) -> FlatBatch:
+        read = [self._read(batch) for batch in batches]
+        try:
+            return pool([flat for flat, _, _ in read], [schema for _, schema, _ in read])
+        except BatchError:
+            if not or_first:
+                raise
+            return read[0][0]
 
     def read_made_together(self, make: Callable[[], Any]) -> tuple[Any, Schema, RowTable]:
         """`read_together` of what `make` returns, with that; what it raises, all ranks hear of."""
-        local: tuple[Any, Schema, RowTable] | None = None
+        local: tuple[FlatBatch, Schema, RowTable] | None = None
         error: Exception | None = None
         try:
-            batch = make()
-            local = batch, *self.read(batch)
-            self._is_packable = self._may_be_packed(*local)
-            self._models_have_changed()  # what is looked at now, is looked at as they are
+            local = self._read(make())
+            if self._packing is not None:
+                self._packing.look(*local)
         except Exception as caught:
             error = caught
-        agreed = self._exchange([_code(error), 0 if local is None else self._has_first(local[2])])
+        agreed = self._exchange([code_of(error), 0 if local is None else self._has_first(local[2])])
         raise_together(error, agreed[:, 0])
         assert local is not None
         self.shows_first = bool(agreed[:, 1].any())
-        return local
+        return local[0].whole, *local[1:]
+
+    def read(self, batch: Any) -> tuple[Schema, RowTable]:
+        """Schema and row table of a batch; raises PadMinError for one that cannot be understood."""
+        return self._read(batch)[1:]
+
+    @property
+    def pack_style(self) -> PackStyle | None:
+        """What packs of the batch that was read last have; None where it is padded."""
+        return None if self._packing is None else self._packing.style
 
     def _has_first(self, table: RowTable) -> int:
         """1 where the batch has labels on first tokens, and whether the loss takes them matters."""
         if self._subtracts_lost:
             return int(table.behind.any())
-        return int(self.config.loss_reduction == "token-mean" and bool((table.first_weight > 0).any()))
+        return int(self._loss.reduction == "token-mean" and bool((table.first_weight > 0).any()))
 
-    def _message(self, local: tuple[Schema, RowTable, Plan] | None, error: Exception | None) -> list[int]:
-        """Error code, micro-batches, slots, row weight (a float64's bits), largest slots, lost targets, two flags."""
-        if local is None:
-            return [_code(error), 0, 0, 0, 0, 0, 0, 0]
-        _, table, plan = local
-        total = np.float64(table.weight.sum()).view(np.int64)
-        largest = int(plan.slots_per_group.max())
-        changed = self._asks_of_step and self._models_have_changed()
-        return [0, len(plan), plan.slots, int(total), largest, table.lost_targets, self._has_first(table), int(changed)]
-
-    def read(self, batch: Any, names: BatchSpec | None = None) -> tuple[Schema, RowTable]:
-        """Schema and row table of a batch; raises PadMinError for one that cannot be understood."""
-        if self._before_reading is not None:
-            self._before_reading()
-        config, spec = self.config, names or self.config.batch
-        if self._declared is not None:
-            spec = spec.declared_by(self._declared)
-        schema = infer_schema(
-            batch,
-            spec.fields,
-            spec.static_keys,
-            mask_key=spec.mask_key,
-            labels_key=spec.labels_key,
-            decoder_mask_key=spec.decoder_mask_key,
-            loss_mask_key=spec.loss_mask_key,
-            ignore_index=spec.ignore_index,
-            pad_token_id=spec.pad_token_id,
-            encoder_decoder=self.encoder_decoder,
-            previous=self._last_schema,
-        )
-        self._last_schema = schema
-        table = measure(
-            batch,
-            schema,
-            ignore_index=config.ignore_index,
-            label_shift=config.label_shift,
-            loss_reduction=config.loss_reduction,
-            other_masks=self._other_masks,
-        )
-        longest = math.ceil(int(table.length.max()) / config.pad_to_multiple_of) * config.pad_to_multiple_of
-        if self._row_limit is not None and longest > self._row_limit:
-            raise ArchitectureError(
-                f"a row takes {longest} positions, and this model's rotary embedding depends on the longest row of the "
-                f"call beyond {self._row_limit}: shorten rows to {self._row_limit}, use a fixed scaling (linear, yarn, "
-                "llama3), or enabled=False"
-            )
-        return schema, table
-
-    def _plan(self, batch: Any, wish: _Wish) -> tuple[Schema, RowTable, Plan]:
-        config = self.config
-        schema, table = self.read(batch, wish.names)
-        opens = self._gate_opens(schema, table) and wish.may_pack
-        if self._asks_of_step and self._gate is not None and self._gate.changes != self._changes:
-            opens = False  # whether the step takes packs is known of the models before
-        packed = self._plan_packs(batch, schema, table, wish) if opens else None
-        if packed is not None:
-            self._tell(table, packed)
-            return schema, table, packed
-        plan = plan_quietly(
-            table.length,
-            self._budget(schema, wish),
-            pad_to_multiple_of=config.pad_to_multiple_of,
-            max_width=None if schema.can_widen else schema.widths,
-            max_rows=None if wish.is_whole else config.max_rows,
-            min_micro_batches=min(wish.min_micro_batches, len(table)),
-            launch_cost=_NO_LIMIT if wish.is_whole else self._launch_cost,
-            cost_multiple_of=config.cost_multiple_of or 1,
-            attention_width=config.attention_width,
-            method=config.method,
-            riders=table.weight == 0,
-            shapes=self._shapes_for(schema, table, wish),
-        )
-        self._tell(table, plan)  # before the agreement: where warnings are errors, all ranks raise
-        return schema, table, plan
-
-    def _gate_opens(self, schema: Schema, table: RowTable) -> bool:
-        """Whether rows may be packed by what is known of the model; an encoder-decoder's only to be refused."""
-        return self._gate is not None and (len(schema.widths) > 1 or self._gate(table.length[:, 0]))
-
-    def _models_have_changed(self) -> bool:
-        """Whether they have since this was asked last."""
-        before, self._changes = self._changes, 0 if self._gate is None else self._gate.changes
-        return self._changes != before
-
-    def _plan_packs(self, batch: Any, schema: Schema, table: RowTable, wish: _Wish) -> Plan | None:
-        """None where `layout="auto"` pads a batch that cannot be packed."""
-        config = self.config
-        try:
-            refuse_unpackable(batch, schema, table)
-        except BatchError as error:
-            if config.layout == "pack":
-                raise
-            self._once(f"a batch is padded, not packed: {error}")
-            return None
-        return plan_packs(
-            table.length[:, 0],
-            self._budget(schema, wish),
-            max_rows=None if wish.is_whole else config.max_rows,
-            min_micro_batches=min(wish.min_micro_batches, len(table)),
-            launch_cost=_NO_LIMIT if wish.is_whole else self._launch_cost,
-            riders=table.weight == 0,
-        )
-
-    def _may_be_packed(self, batch: Any, schema: Schema, table: RowTable) -> bool:
-        """Whether this batch can be packed; raises where it must be."""
-        if not self._gate_opens(schema, table):
-            return False
-        try:
-            if self._packs_inside:
-                refuse_holes(schema, table)
-            else:
-                refuse_unpackable(batch, schema, table)
-        except BatchError:
-            if self.config.layout == "pack":
-                raise
-            return False
-        return True
-
-    @property
-    def pack_style(self) -> PackStyle | None:
-        """What packs of the batch that was read last have; None where it is padded."""
-        return self._gate.style if self._gate is not None and self._gate.verdict and self._is_packable else None
-
-    @property
-    def _launch_cost(self) -> int:
-        cost = self.config.launch_cost
-        return cost if isinstance(cost, int) else self._meter.launch_cost if self._meter is not None else UNTIL_THEN
-
-    def _shapes_for(self, schema: Schema, table: RowTable, wish: _Wish) -> ShapeSet | None:
-        """The shapes of all batches, chosen on the first one."""
-        config = self.config
-        if config.shape_buckets is None:
-            return None
-        if len(schema.widths) > 1 or not schema.can_widen:
-            why = (
-                "rows of an encoder-decoder have two widths"
-                if len(schema.widths) > 1
-                else "widths are rounded beyond the batch's own, and what fills token ids up is not known: set "
-                "pad_token_id, and a fill for entries that you declare"
-            )
-            raise PlanError(f"shape_buckets={config.shape_buckets}: {why}")
-        if self._shapes is None:
-            slot_cost = SlotCost(config.cost_multiple_of or 1, config.attention_width or 0)
-            budget = self._budget(schema, wish)
-            limits = Limits(budget, config.max_rows or budget, self._launch_cost, slot_cost)
-            self._shapes = choose_shapes(
-                table.length[:, 0],
-                config.shape_buckets,
-                limits,
-                multiple=config.pad_to_multiple_of,
-                with_riders=bool((table.weight == 0).any()),
-            )
-        return self._shapes
-
-    def _budget(self, schema: Schema, wish: _Wish) -> int:
-        if wish.is_whole:
-            return _NO_LIMIT
-        budget = wish.token_budget if wish.token_budget is not None else self.config.token_budget
-        return budget if budget is not None else self._slots_without_us(schema)
-
-    def _slots_without_us(self, schema: Schema) -> int:
-        """Slots of the batch as it came, at the rounded width where rounding may go beyond the batch's own."""
-        multiple = self.config.pad_to_multiple_of if schema.can_widen else 1
-        return schema.rows * sum(math.ceil(width / multiple) * multiple for width in schema.widths)
-
-    def _assemble(
-        self, batch: Any, schema: Schema, table: RowTable, plan: Plan, agreed: NDArray[np.int64]
-    ) -> MicroBatches:
-        count = int(agreed[:, 1].max())
-        planned_slots = plan.slots
-        plan = plan.at_least(count)
-        limits = None if schema.can_widen else schema.widths
-        # One group holds all rows: keep them in the caller's order, so that an untouched batch is passed on as it is.
-        groups = list(plan.groups) if len(plan) > 1 or plan.is_packed else [np.arange(len(table))]
-        groups += [self._dummy_row(table)] * (count - len(plan))
-        maps = self._maps(table, plan, groups, limits)
-        weights, shares = self._weights(table, groups, len(plan), agreed)
-        stats = PaddingStats(
-            batches=1,
-            rows=len(table),
-            real_tokens=int(table.real_tokens.sum()),
-            loss_tokens=int(table.loss_tokens.sum()),
-            slots_before=table.slots,
-            slots=sum(slots.slots for slots in maps),
-            micro_batches=len(maps),
-            dummies=count - len(plan),
-            over_budget_rows=len(plan.over_budget),
-            wait_slots=int(agreed[:, 2].max()) - planned_slots,
-            longest_row=int(table.length.sum(axis=1).max()),
-        )
-        # The first batches too: gradients and the optimizer's states take memory only after a step or two.
-        grows = self._prepared < _FIRST or self._largest is None or bool((agreed[:, 4] > self._largest).any())
-        self._prepared += 1
-        self._largest = agreed[:, 4] if self._largest is None else np.maximum(agreed[:, 4], self._largest)
-        if self._meter is not None:
-            self._meter.begin()
-        lost = int(agreed[:, 5].sum())
-        return MicroBatches(batch, schema, table, plan, maps, weights, shares, stats, grows, lost, self._meter)
-
-    def _maps(
-        self, table: RowTable, plan: Plan, groups: list[NDArray[np.int64]], limits: Sequence[int] | None
-    ) -> list[SlotMap]:
-        """The index map of each group, dummies included."""
-        if plan.is_packed:
-            return [pack_layout(table, rows, self._gate.style if self._gate is not None else None) for rows in groups]
-        multiple = self.config.pad_to_multiple_of
-        if plan.shapes is None:
-            return [pad_layout(table, rows, multiple, limits) for rows in groups]
-        alone = plan.shapes.widths_of(1, table.length[groups[-1]].max(axis=0))
-        least = [*plan.widths, *[alone] * (len(groups) - len(plan))]
-        return [pad_layout(table, rows, multiple, limits, widths) for rows, widths in zip(groups, least, strict=True)]
-
-    @staticmethod
-    def _dummy_row(table: RowTable) -> NDArray[np.int64]:
-        """The shortest row that carries loss, else one with a real token: others may have a loss of 0/0."""
-        carries_loss = table.loss_tokens > 0 if table.counts_loss else table.real_tokens > 0
-        weighs = table.weight > 0
-        for wanted in (weighs & carries_loss, weighs, carries_loss, table.real_tokens > 0):
-            if wanted.any():
-                break
-        candidates = np.flatnonzero(wanted)
-        return candidates[[np.argmin(table.length.sum(axis=1)[candidates])]]
-
-    def _weights(
-        self, table: RowTable, groups: list[NDArray[np.int64]], real: int, agreed: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Weight and share of each micro-batch; see `MicroBatches`."""
-        is_real = np.arange(len(groups)) < real
-        total = table.weight.sum()
-        if total == 0:  # what else the loss holds (a penalty) counts, as rows of the batch do
-            rows = np.array([len(group) for group in groups]) * is_real
-            shares = rows / rows.sum()
-            others = self.config.normalize == "global" and bool(agreed[:, 3].view(np.float64).any())
-            return (np.zeros(len(groups)) if others else shares), shares
-        own = np.array([table.weight[group].sum() for group in groups]) * is_real
-        shares = own / total
-        if self.config.loss_reduction == "sum":
-            return is_real.astype(np.float64), shares
-        if self.config.normalize == "global":
-            # Ranks are averaged afterwards, hence the mean over ranks of their totals.
-            return own / agreed[:, 3].view(np.float64).mean(), shares
-        return shares, shares
-
-    def _tell(self, table: RowTable, plan: Plan) -> None:
-        if plan.notice:
-            self._once(plan.notice)
-        if not table.has_loss:
-            self._once(
-                "a batch has no loss tokens at all: a mean over them is 0/0 or 0, and what else its loss holds (a "
-                "penalty, say) counts as in the whole batch"
-            )
-        if table.lost_targets:
-            self._once(
-                f"{table.lost_targets} left-padded rows of a batch have a label on their first real token. Left "
-                "padded, it was predicted from a padding slot; rolled to the front, it has nothing before it and "
-                "carries no loss (as in a right-padded batch)"
-            )
+    def _tell(self, planned: PlannedBatch) -> None:
+        for words in planned.remarks():
+            self._once(words)
 
     def speaks_with(self, other: MicroBatcher) -> None:
         """What one of the two has said, the other does not say again."""
@@ -484,7 +268,3 @@ class MicroBatcher:
         if key not in self._said:
             self._said.add(key)
             warnings.warn(message, PadMinWarning, stacklevel=6)
-
-
-def _code(error: Exception | None) -> int:
-    return 0 if error is None else error.code if isinstance(error, PadMinError) else PadMinError.code

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_padmin.distributed import Board, board_alone
 from lightning_padmin.errors import OutOfMemoryError, PeerError
@@ -25,6 +26,7 @@ _WORDS = ("out of memory", "can't allocate memory", "not enough memory", "STATUS
 _FINE, _FAILED, _OUT_OF_MEMORY = range(3)
 _NUMBERS = 5
 _PATIENCE = 60.0
+_FIRST = 20  # batches
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -32,6 +34,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+class Growth:
+    """Whether memory may not suffice for a batch, by what has run before it."""
+
+    def __init__(self) -> None:
+        self._batches = 0
+        self._largest: NDArray[np.int64] | None = None  # micro-batch so far, in slots, by rank
+
+    def with_batch(self, largest: NDArray[np.int64]) -> bool:
+        """Of a batch whose largest micro-batch has so many slots, by rank; it counts as run from then on.
+
+        The first batches too: gradients and the optimizer's states take memory only after a step or two.
+        """
+        grows = self._batches < _FIRST or self._largest is None or bool((largest > self._largest).any())
+        self._batches += 1
+        self._largest = largest if self._largest is None else np.maximum(largest, self._largest)
+        return grows
 
 
 class MemoryGuard:
@@ -149,4 +169,4 @@ def _first_line(error: BaseException) -> str:
     return line if " out of memory." in line else f"{line}: out of memory."
 
 
-__all__ = ["MemoryGuard", "OutOfMemoryError", "is_out_of_memory"]
+__all__ = ["Growth", "MemoryGuard", "OutOfMemoryError", "is_out_of_memory"]

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_padmin.batch import Axis, RowTable, Schema
+from lightning_padmin.batch import Axis, FlatBatch, RowTable, Schema
 from lightning_padmin.errors import BatchError
 from lightning_padmin.microbatching.padded_layout import SlotMap
 from lightning_padmin.microbatching.timing import LaunchMeter
@@ -71,7 +71,7 @@ class MicroBatches(Sequence[MicroBatch]):
 
     def __init__(
         self,
-        batch: Any,
+        batch: FlatBatch,
         schema: Schema,
         table: RowTable,
         plan: Plan,
@@ -103,7 +103,7 @@ class MicroBatches(Sequence[MicroBatch]):
         slots = self.slot_maps[k]
         if self._meter is not None:
             self._meter.gathered(len(slots), sum(slots.widths))
-        batch = self._batch if slots.is_identity else slots.take_batch(self._batch, self.schema)
+        batch = self.source if slots.is_identity else slots.take_batch(self._batch, self.schema)
         has_loss = self.table.has_loss
         return MicroBatch(batch, float(self.weights[k]), slots.rows, k, len(self), self.is_dummy(k), has_loss)
 
@@ -114,7 +114,7 @@ class MicroBatches(Sequence[MicroBatch]):
     @property
     def source(self) -> Any:
         """The batch that they are of; only read."""
-        return self._batch
+        return self._batch.whole
 
     def is_dummy(self, k: int) -> bool:
         """Whether micro-batch k is a dummy; without gathering it."""

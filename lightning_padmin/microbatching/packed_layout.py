@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_padmin.batch import Axis, Field, RowTable, Schema, child_of, iter_leaves, last_part, map_leaves
+from lightning_padmin.batch import Axis, Field, FlatBatch, RowTable, Schema, child_of, last_part
 from lightning_padmin.errors import BatchError
 from lightning_padmin.microbatching.padded_layout import SlotMap, readable
 
@@ -105,7 +105,7 @@ class PackMap(SlotMap):
                 taken = taken.masked_fill(where, self.style.ignore_index if path == schema.labels else 0)
             return taken
 
-        made = map_leaves(batch, take, schema.fields)
+        made = FlatBatch.of(batch, schema.fields).map(take)
         return _with(made, schema, self.arguments(masks[0]))
 
     @property
@@ -197,7 +197,7 @@ def refuse_unpackable(batch: Any, schema: Schema, table: RowTable) -> None:
     for path, entry in schema.fields.items():
         if entry.kind == "unit" or (entry.kind == "position" and len(entry.position_dims) > 1):
             raise BatchError(f"layout='pack': {path!r} cannot be packed ({entry.kind}): {fix}")
-    for path, leaf in iter_leaves(batch, schema.fields):
+    for path, leaf in FlatBatch.of(batch, schema.fields).leaves.items():
         kind = schema.fields.get(path, Field("static")).kind
         if kind == "column":
             raise BatchError(

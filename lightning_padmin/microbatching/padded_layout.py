@@ -26,10 +26,10 @@ from lightning_padmin.batch import (
     AXES,
     Axis,
     Field,
+    FlatBatch,
     RowTable,
     Schema,
     has_ends,
-    map_leaves,
     moved,
     moved_item,
     unit_index,
@@ -177,7 +177,7 @@ class SlotMap:
         return filled.movedim((0, 1), (field.row_dim, dim)).contiguous()
 
     def take_batch(self, batch: Any, schema: Schema) -> Any:
-        """The micro-batch: same container types, each entry by its field. The caller's batch is only read."""
+        """The micro-batch: same container types, each entry by its field. The batch (or `FlatBatch`) is only read."""
         indices: dict[Any, Tensor] = {}
 
         def take(path: str, leaf: Any) -> Any:
@@ -194,7 +194,7 @@ class SlotMap:
                 return _take_items(leaf, self.rows, field.row_dim)
             return self._take(readable(leaf), field, indices).numpy().astype(leaf.dtype, copy=False)
 
-        return map_leaves(batch, take, schema.fields)
+        return FlatBatch.of(batch, schema.fields).map(take)
 
     def _take_columns(self, path: str, leaf: Any, field: Field) -> Any:
         taken = _take_items(leaf, self.rows, field.row_dim)

@@ -49,6 +49,7 @@ from lightning_padmin.planning.search import (
     split_order,
 )
 from lightning_padmin.planning.shape_buckets import ShapeSet, shaped_sizes
+from lightning_padmin.planning.spec import PlanSpec
 
 
 def plan_micro_batches(
@@ -102,56 +103,42 @@ def plan_micro_batches(
         >>> [rows.tolist() for rows in plan.groups], plan.slots
         ([[2], [6], [0, 1], [7, 4, 3, 5]], 1010)
     """
-    plan = plan_quietly(
-        lengths,
-        token_budget,
+    spec = PlanSpec(
+        token_budget=token_budget,
         pad_to_multiple_of=pad_to_multiple_of,
-        max_width=max_width,
+        max_width=max_width,  # type: ignore[arg-type]  # checked with the lengths
         max_rows=max_rows,
         min_micro_batches=min_micro_batches,
         launch_cost=launch_cost,
         method=method,
-        riders=riders,
         cost_multiple_of=cost_multiple_of,
         attention_width=attention_width,
     )
+    plan = plan_quietly(lengths, spec, riders)
     if plan.notice:
         warnings.warn(plan.notice, PadMinWarning, stacklevel=2)
     return plan
 
 
-def plan_quietly(
-    lengths: Any,
-    token_budget: int | None,
-    *,
-    pad_to_multiple_of: int,
-    max_width: int | Sequence[int] | None,
-    max_rows: int | None,
-    min_micro_batches: int,
-    launch_cost: int,
-    method: Literal["optimal", "greedy"],
-    riders: Any,
-    cost_multiple_of: int = 1,
-    attention_width: int | None = None,
-    shapes: ShapeSet | None = None,
-) -> Plan:
+def plan_quietly(lengths: Any, spec: PlanSpec, riders: Any = None, shapes: ShapeSet | None = None) -> Plan:
     """`plan_micro_batches` for callers that tell `Plan.notice` in their own way, once for many batches.
 
     With `shapes` every group has one of them; `method` then is "optimal", and there is one length per row.
     """
+    method, launch_cost = spec.method, spec.launch_cost
     if method not in ("optimal", "greedy"):
         raise PlanError(f"method={method!r} is unknown; use 'optimal' or 'greedy'")
-    check_integer("min_micro_batches", min_micro_batches)
-    check_integer("pad_to_multiple_of", pad_to_multiple_of, most=MOST)
+    check_integer("min_micro_batches", spec.min_micro_batches)
+    check_integer("pad_to_multiple_of", spec.pad_to_multiple_of, most=MOST)
     check_integer("launch_cost", launch_cost, least=0, most=MOST)
     table = as_lengths(lengths)
-    rounded = rounded_lengths(table, pad_to_multiple_of, max_width)
-    slot_cost = as_slot_cost(cost_multiple_of, attention_width, rounded)
+    rounded = rounded_lengths(table, spec.pad_to_multiple_of, spec.max_width)
+    slot_cost = as_slot_cost(spec.cost_multiple_of, spec.attention_width, rounded)
     riding = as_riders(riders, len(table))
     whole = slots_of_all("lengths", rounded)
-    slots_of_all("cost_multiple_of" if attention_width is None else "attention_width", slot_cost.of(rounded))
-    budget = whole if token_budget is None else check_integer("token_budget", token_budget)
-    most_rows = len(table) if max_rows is None else check_integer("max_rows", max_rows)
+    slots_of_all("cost_multiple_of" if spec.attention_width is None else "attention_width", slot_cost.of(rounded))
+    budget = whole if spec.token_budget is None else check_integer("token_budget", spec.token_budget)
+    most_rows = len(table) if spec.max_rows is None else check_integer("max_rows", spec.max_rows)
     # Greedy takes no notice of costs, not even between the orders that it tries for riders.
     searched = slot_cost if method == "optimal" else SlotCost()
     limits = Limits(min(budget, whole), min(most_rows, len(table)), int(launch_cost), searched)
@@ -168,7 +155,7 @@ def plan_quietly(
     groups, widths = longest_first(pieces, table, rounded, shapes)
     plan = replace(plan, groups=groups, widths=widths, shapes=shapes)
     notice = "; ".join(filter(None, [_over_limits(plan, limits), _beyond_shapes(plan, missed)]))
-    return replace(plan, notice=notice).at_least(min_micro_batches)
+    return replace(plan, notice=notice).at_least(spec.min_micro_batches)
 
 
 def _in_shapes(lengths: Ints, rounded: Ints, carrier: Bools, limits: Limits, shapes: ShapeSet) -> list[Ints] | None:

@@ -13,7 +13,7 @@ from support import make_batch
 from lightning_padmin import MicroBatcher, MicroBatches, PadMinConfig
 from lightning_padmin.distributed.collectives import Exchange
 from lightning_padmin.errors import PadMinError, PeerError
-from lightning_padmin.microbatching import batcher as microbatch
+from lightning_padmin.microbatching import memory
 from lightning_padmin.microbatching.memory import MemoryGuard, OutOfMemoryError, is_out_of_memory
 
 CONFIG = PadMinConfig(token_budget=24, launch_cost=0)
@@ -143,7 +143,7 @@ def test_ranks_that_fail_differently() -> None:
 
 def test_ranks_tell_each_other_only_while_memory_may_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     def grows(first: int) -> list[list[bool]]:
-        monkeypatch.setattr(microbatch, "_FIRST", first)
+        monkeypatch.setattr(memory, "_FIRST", first)
         ranks = Ranks(2)
 
         def work(rank: int) -> list[bool]:

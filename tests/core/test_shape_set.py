@@ -21,20 +21,20 @@ from lightning_padmin.planning.plan import Plan
 from lightning_padmin.planning.planner import plan_quietly
 from lightning_padmin.planning.search import Limits
 from lightning_padmin.planning.shape_buckets import ShapeSet, choose_shapes
-
-OPTIONS = {
-    "pad_to_multiple_of": 1,
-    "max_width": None,
-    "max_rows": None,
-    "min_micro_batches": 1,
-    "launch_cost": 5,
-    "method": "optimal",
-    "riders": None,
-}
+from lightning_padmin.planning.spec import PlanSpec
 
 
-def planned(lengths: Any, shapes: ShapeSet, budget: int = 10_000, **options: Any) -> Plan:
-    return plan_quietly(lengths, budget, **(OPTIONS | options), shapes=shapes)
+def planned(
+    lengths: Any,
+    shapes: ShapeSet | None,
+    budget: int = 10_000,
+    *,
+    riders: Any = None,
+    launch_cost: int = 5,
+    **options: Any,
+) -> Plan:
+    spec = PlanSpec(token_budget=budget, launch_cost=launch_cost, **options)
+    return plan_quietly(lengths, spec, riders, shapes)
 
 
 def shapes_of(plan: Plan) -> list[tuple[int, int]]:
@@ -149,7 +149,7 @@ def test_more_shapes_cost_less() -> None:
     costs = [
         planned(lengths, choose_shapes(lengths, n, Limits(4096, 4096, 128)), 4096).cost for n in (4, 8, 16, 32, 64)
     ]
-    free = plan_quietly(lengths, 4096, **(OPTIONS | {"launch_cost": 128})).cost
+    free = planned(lengths, None, 4096, launch_cost=128).cost
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] < 1.05 * free < 1.1 * free < costs[0]
 

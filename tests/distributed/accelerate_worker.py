@@ -22,7 +22,6 @@ if sys.argv[2] == "ddp":
     os.environ["ACCELERATE_USE_CPU"] = "true"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import numpy as np
 import support
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ from torch.distributed.algorithms import Join
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from lightning_padmin import MicroBatcher, PadMinConfig
+from lightning_padmin import PadMinConfig
 from lightning_padmin.integrations.accelerate import PadMin
 
 KIND = sys.argv[2]
@@ -212,15 +211,8 @@ def without_accumulate() -> Any:
 
 def equal_weights() -> Any:
     """A negative control: every micro-batch counts the same."""
-    original = MicroBatcher._weights
-    MicroBatcher._weights = lambda *args: (  # type: ignore[method-assign]
-        np.full(len(args[2]), 1 / len(args[2])),
-        original(*args)[1],
-    )
-    try:
+    with support.equal_weights():
         return {"plain": train(None, window=2), "split": train(CONFIG, window=2)}
-    finally:
-        MicroBatcher._weights = original  # type: ignore[method-assign]
 
 
 def outcome(run: Any) -> str:

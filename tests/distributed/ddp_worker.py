@@ -15,7 +15,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import numpy as np
 import support
 import torch
 import torchmetrics
@@ -23,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_padmin import MicroBatcher, PaddedForward, PadMinCallback, PadMinConfig
+from lightning_padmin import PaddedForward, PadMinCallback, PadMinConfig
 
 RANK = int(os.environ["LOCAL_RANK"])
 # Natural counts under BUDGET: five micro-batches on rank 0, one on rank 1.
@@ -91,12 +90,8 @@ def uneven() -> Any:
 
 def equal_weights() -> Any:
     """Negative control: every micro-batch weighs 1/K."""
-    original = MicroBatcher._weights
-    MicroBatcher._weights = lambda *args: (np.full(len(args[2]), 1 / len(args[2])), original(*args)[1])
-    try:
+    with support.equal_weights():
         return pair(support.Module, batches(count=2), {})
-    finally:
-        MicroBatcher._weights = original
 
 
 def logged() -> Any:

@@ -16,7 +16,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import numpy as np
 import support
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_padmin import MicroBatcher, PadMinConfig
+from lightning_padmin import PadMinConfig
 from lightning_padmin.integrations.fabric import FabricPadMin
 
 RANK = int(os.environ["LOCAL_RANK"])
@@ -177,12 +176,8 @@ def clipped_by_value() -> Any:
 
 def equal_weights() -> Any:
     """Negative control: every micro-batch weighs 1/K."""
-    original = MicroBatcher._weights
-    MicroBatcher._weights = lambda *args: (np.full(len(args[2]), 1 / len(args[2])), original(*args)[1])
-    try:
+    with support.equal_weights():
         return pair(accumulate=1)
-    finally:
-        MicroBatcher._weights = original
 
 
 def against_hand() -> Any:

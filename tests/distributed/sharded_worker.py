@@ -15,7 +15,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import numpy as np
 import support
 import torch
 from architectures import zoo
@@ -29,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from lightning_padmin import MicroBatcher, PadMinCallback
+from lightning_padmin import PadMinCallback
 from lightning_padmin.integrations.lightning import check as lightning_check
 from lightning_padmin.integrations.lightning import loop as lightning_loop
 
@@ -148,12 +147,8 @@ def clipped() -> Any:
 
 def equal_weights() -> Any:
     """Negative control: every micro-batch weighs 1/K."""
-    original = MicroBatcher._weights
-    MicroBatcher._weights = lambda *args: (np.full(len(args[2]), 1 / len(args[2])), original(*args)[1])
-    try:
+    with support.equal_weights():
         return pair(batches(2))
-    finally:
-        MicroBatcher._weights = original
 
 
 def outcome(module: Sharded, data: Any, **options: Any) -> str:

@@ -40,10 +40,10 @@ example.main()
 WITHOUT_TRANSFORMERS = "sys.modules['transformers'] = None"  # only now: torchmetrics looks for it while it is imported
 EQUAL_WEIGHTS = """
 import numpy as np
-from lightning_padmin import MicroBatcher
+from lightning_padmin.microbatching import weights
 
-original = MicroBatcher._weights
-MicroBatcher._weights = lambda *args: (np.full(len(args[2]), 1 / len(args[2])), original(*args)[1])
+right = weights.weights
+weights.weights = lambda *args: (np.full(len(args[1]), 1 / len(args[1])), right(*args)[1])
 """
 # Lightning gives FSDP1 the index of a GPU.
 CPU_FOR_FSDP = """

@@ -162,12 +162,9 @@ def test_after_a_failure_the_next_training_is_that_of_stock(way: str, where: str
     assert ours.trainer.padding_stats.micro_batches > ours.trainer.padding_stats.batches > 20
 
 
-def test_weights_of_one_over_k_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("equal_weights")
+def test_weights_of_one_over_k_are_far_off() -> None:
     """Negative control."""
-    original = cases.MicroBatcher._weights
-    monkeypatch.setattr(
-        cases.MicroBatcher, "_weights", lambda *args: (original(*args)[0] * 0 + 1 / len(args[2]), original(*args)[1])
-    )
     config = cases.PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=0, check="off")
     runs = [
         cases.train(twice(kind, "chunk"), cases.llama, how, trainer_options={}, num_train_epochs=1)

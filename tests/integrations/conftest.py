@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import pytest
+import support
 import torch
-
-from lightning_padmin import MicroBatcher
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +29,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.fixture
-def equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def equal_weights() -> Iterator[None]:
     """The classical mistake: every micro-batch weighs 1/K."""
-    original = MicroBatcher._weights
-
-    def weights(*arguments: Any) -> Any:
-        weights, shares = original(*arguments)
-        return np.full_like(weights, 1 / len(weights)), shares
-
-    monkeypatch.setattr(MicroBatcher, "_weights", weights)
+    with support.equal_weights():
+        yield

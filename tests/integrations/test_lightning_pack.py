@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import support
 import torch
 from architectures import zoo
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import LENGTHS, Module, fit, padmin, ragged_batches, relative, token_losses
+from support import LENGTHS, Module, equal_weights, fit, padmin, ragged_batches, relative, token_losses
 from torch import Tensor, nn
 from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.errors import BatchError, ConfigError, GradientCheckError
-from lightning_padmin.microbatching.batcher import MicroBatcher
 from lightning_padmin.microbatching.packed_layout import PackMap
 
 SIZES = {
@@ -129,14 +127,11 @@ def test_labels_on_the_first_token_of_each_row() -> None:
     assert packed.shapes[-1][0] == 1
 
 
-def test_weights_of_one_over_k_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    def evenly(self: Any, table: Any, groups: list[Any], real: int, agreed: Any) -> Any:
-        return np.full(len(groups), 1 / len(groups)), np.full(len(groups), 1 / len(groups))
-
+def test_weights_of_one_over_k_are_far_off() -> None:
     stock, packed = OwnLoss(), OwnLoss()
     fit(stock, ragged_batches(2))
-    monkeypatch.setattr(MicroBatcher, "_weights", evenly)
-    fit(packed, ragged_batches(2), padmin(layout="pack", check="first-batch"))
+    with equal_weights():
+        fit(packed, ragged_batches(2), padmin(layout="pack", check="first-batch"))
     assert worst(packed, stock) > 1e-2
 
 

@@ -23,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from lightning_padmin import MicroBatcher, PadMinConfig
+from lightning_padmin import PadMinConfig
 from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.errors import BatchError, ConfigError, GradientCheckError, PadMinWarning
 from lightning_padmin.integrations.transformers import PadMinTrainerMixin
@@ -188,14 +188,8 @@ def test_batches_are_split_where_losses_are_means(how: str) -> None:
     assert max(n for n, _ in ours.shapes) <= 4
 
 
-def test_weights_of_one_over_k_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = MicroBatcher._weights
-
-    def weights(*arguments: Any) -> Any:
-        weights, shares = original(*arguments)
-        return weights * 0 + 1 / len(weights), shares
-
-    monkeypatch.setattr(MicroBatcher, "_weights", weights)
+@pytest.mark.usefixtures("equal_weights")
+def test_weights_of_one_over_k_are_far_off() -> None:
     config = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=PAD, check="off")
     for make in (llama, MeanLoss):
         assert apart(train(Ours, make, config), train(Trainer, make)) > 0.1

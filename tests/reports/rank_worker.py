@@ -53,12 +53,8 @@ def r06() -> Any:
     found = {}
     for name, lengths in FEW_ROWS.items():
         found[name] = pair(Module, own(*lengths), EIGHT)
-    original = ddp_worker.MicroBatcher._weights
-    ddp_worker.MicroBatcher._weights = lambda *args: (original(*args)[0] * 0 + 1 / len(args[2]), original(*args)[1])
-    try:
+    with support.equal_weights():
         found["fault"] = pair(Module, own(*FEW_ROWS["4 and 2"]), EIGHT | {"check": "off"})
-    finally:
-        ddp_worker.MicroBatcher._weights = original
     return found
 
 

@@ -22,9 +22,11 @@ from lightning_padmin.integrations.lightning.log_merge import LogRecorder
 from lightning_padmin.integrations.trl import hooks as trl_stock
 from lightning_padmin.integrations.trl.online import Engine
 from lightning_padmin.integrations.trl.passes import Passes
-from lightning_padmin.microbatching import batcher as microbatch
+from lightning_padmin.microbatching import layouts, reading
+from lightning_padmin.microbatching import weights as micro_weights
 from lightning_padmin.microbatching.batcher import MicroBatcher, MicroBatches
 from lightning_padmin.microbatching.padded_layout import SlotMap
+from lightning_padmin.microbatching.planned import PlannedBatch
 
 from .ledger import CHECK, FRAMEWORK, LOSS, Target
 
@@ -32,10 +34,10 @@ LOOP, LOGS, GATHER, BACK = "loop and hooks", "logs and metrics", "gather", "put 
 PARTS = ("schema", "row table", "plan", "index maps", "agreement", GATHER, BACK, LOOP, LOGS)
 
 _CORE = [
-    Target(microbatch, "infer_schema", "schema"),
-    Target(microbatch, "measure", "row table"),
-    Target(microbatch, "plan_quietly", "plan"),
-    Target(MicroBatcher, "_assemble", "index maps"),
+    Target(reading, "schema_of", "schema"),
+    Target(reading, "row_table_of", "row table"),
+    Target(layouts, "plan_quietly", "plan"),
+    Target(PlannedBatch, "mapped", "index maps"),
     Target(MicroBatcher, "_prepare", "agreement"),  # and what else is not one of those above
     Target(MicroBatches, "__getitem__", GATHER),
     Target(MicroBatches, "restore_rows", BACK),
@@ -80,11 +82,11 @@ TARGETS = {"lightning": _CORE + _LIGHTNING, "trl": _CORE + _TRL, "accelerate": _
 @contextmanager
 def wrong_weights() -> Iterator[None]:
     """Every micro-batch counts 1/K, whatever it holds: gradients are wrong, and the comparison must say so."""
-    right = MicroBatcher._weights
+    right = micro_weights.weights
     split = Passes._split
 
-    def weights(self: MicroBatcher, *args: Any) -> Any:
-        found, shares = right(self, *args)
+    def weights(*args: Any) -> Any:
+        found, shares = right(*args)
         return np.full_like(found, 1 / len(found)), shares
 
     def same_for_each(self: Passes, chunk: int, scores: Any) -> Tensor:
@@ -94,6 +96,6 @@ def wrong_weights() -> Iterator[None]:
         return split(self, chunk, scores) / (len(batches) * float(share))
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(MicroBatcher, "_weights", weights))
+        stack.enter_context(mock.patch.object(micro_weights, "weights", weights))
         stack.enter_context(mock.patch.object(Passes, "_split", same_for_each))
         yield
