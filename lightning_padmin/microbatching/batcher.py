@@ -5,7 +5,6 @@ All that can fail happens in `MicroBatcher.prepare`, before the first forward pa
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning_padmin.batch import BatchSpec, FlatBatch, RowTable, Schema, pool
 from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.distributed import Exchange, exchange_alone, raise_together
-from lightning_padmin.errors import BatchError, ConfigError, PadMinWarning, code_of
+from lightning_padmin.errors import BatchError, ConfigError, code_of
 from lightning_padmin.microbatching.agreement import Agreed, Agreement
 from lightning_padmin.microbatching.layouts import Bucketed, Layout, Padded
 from lightning_padmin.microbatching.memory import Growth
@@ -24,6 +23,7 @@ from lightning_padmin.microbatching.planned import PlannedBatch
 from lightning_padmin.microbatching.reading import Reader
 from lightning_padmin.microbatching.timing import LaunchMeter
 from lightning_padmin.planning import PlanSpec
+from lightning_padmin.runtime import Notices
 
 
 class _Wish(NamedTuple):
@@ -95,7 +95,7 @@ class MicroBatcher:
         self._meter = LaunchMeter() if config.launch_cost == "measured" else None
         self._growth, self._subtracts_lost = Growth(), subtracts_lost
         self.shows_first = self.has_changed = False
-        self._said: set[str] = set()
+        self._once = Notices()
 
     @property
     def config(self) -> PadMinConfig:
@@ -260,11 +260,4 @@ class MicroBatcher:
 
     def speaks_with(self, other: MicroBatcher) -> None:
         """What one of the two has said, the other does not say again."""
-        self._said = other._said
-
-    def _once(self, message: str) -> None:
-        """Warns once for the life of this object, however often it happens and with whatever numbers."""
-        key = message.translate(str.maketrans("", "", "0123456789"))
-        if key not in self._said:
-            self._said.add(key)
-            warnings.warn(message, PadMinWarning, stacklevel=6)
+        self._once = other._once

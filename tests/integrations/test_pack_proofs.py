@@ -317,8 +317,8 @@ def test_all_ranks_hear_of_a_change_on_one() -> None:
 
     for batcher, model in zip(batchers, models, strict=True):
         del model
-        assert batcher._gate is not None
-        assert batcher._gate(LENGTHS)
+        assert batcher._packing is not None
+        assert batcher._packing._policy(LENGTHS)
     assert prepared() == [True, True]
     models[1].set_attn_implementation("eager")
     assert prepared() == [True, False]
