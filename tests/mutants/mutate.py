@@ -59,6 +59,7 @@ _TESTS = (
     *("tests/integrations/test_lightning_check_hard.py", "tests/integrations/test_check_columns.py"),
     *("tests/integrations/test_transformers_trainer.py", "tests/integrations/test_accelerate_toggle.py"),
     *("tests/integrations/test_fabric.py", "tests/integrations/test_trl_modes.py"),
+    "tests/integrations/test_lightning_pack.py",
 )
 
 
