@@ -19,8 +19,10 @@ fault has a fork of one process that has imported the frameworks; all of them ta
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
+import re
 import sys
 import time
 from collections import Counter, defaultdict
@@ -140,6 +142,19 @@ def locate(mutants: Sequence[Mutant], files: dict[str, bytes]) -> list[Found | N
     return found
 
 
+def _users(file: str, known: dict[str, Any]) -> set[int]:
+    """Tests that execute more of a file than importing it does."""
+    imported = set(known["imported"].get(file, []))
+    lines = known["lines"].get(file, {}).items()
+    return {test for line, tests in lines if int(line) not in imported for test in tests}
+
+
+@functools.cache
+def _text(file: str) -> str:
+    """A file of the project."""
+    return (ROOT / file).read_text()
+
+
 def tests_for(found: Found, known: dict[str, Any]) -> list[list[str]]:
     """Ids of the tests that are tried on a fault, per round: quick ones of many files, and such as see little else."""
     names = list(known["tests"])
@@ -148,9 +163,11 @@ def tests_for(found: Found, known: dict[str, Any]) -> list[list[str]]:
     first, last = found.fault.lines
     if found.fault.in_function:
         those = {test for line in range(first, last + 1) for test in lines.get(line, [])}
-    else:  # executed at import: whoever uses the file
-        imported = set(known["imported"].get(found.file, []))
-        those = {test for line, tests in lines.items() if line not in imported for test in tests}
+    else:  # executed at import: whoever uses the file, or what imports it where it holds names only
+        those = _users(found.file, known)
+        if not those:
+            module = re.compile(rf"import .*\b{Path(found.file).stem}\b|from .*\b{Path(found.file).stem} import")
+            those = {test for file in known["lines"] if module.search(_text(file)) for test in _users(file, known)}
     here: Counter[int] = Counter(test for tests in lines.values() for test in tests)
     functions: dict[str, int] = {}  # the quickest case of each test function
     for test in sorted(those, key=lambda test: seconds[test]):
