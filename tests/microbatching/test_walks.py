@@ -21,7 +21,7 @@ ONE_BY_ONE = PadMinConfig(max_rows=1, launch_cost=0)
 class Open:
     """A policy that packs."""
 
-    style, verdict = PackStyle(), True
+    style, verdict, changes = PackStyle(), True, 0
 
     def __call__(self, lengths: Any) -> bool:
         return True
