@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,14 @@ import pytest
 import torch
 
 from lightning_padmin.batch.fields import Field, Schema
-from lightning_padmin.batch.pooling import pool
+from lightning_padmin.batch.pooling import pool as pool_flat
+from lightning_padmin.batch.tree import FlatBatch
 from lightning_padmin.errors import BatchError
+
+
+def pool(batches: Sequence[Any], schemas: Sequence[Schema]) -> Any:
+    return pool_flat([FlatBatch.of(batch, FIELDS) for batch in batches], schemas).whole
+
 
 FIELDS = {
     "ids": Field("position", fill=7),
