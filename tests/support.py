@@ -16,7 +16,6 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
 from lightning_padmin import PadMinCallback
-from lightning_padmin.microbatching import weights
 
 VOCABULARY = 23
 # Ten rows that a budget of BUDGET slots cuts into five micro-batches: 24 | 20 | 12 12 | 6 6 6 6 | 3 2.
@@ -55,6 +54,8 @@ def make_batch(
 @contextmanager
 def equal_weights() -> Iterator[None]:
     """The classical mistake, for negative controls: every micro-batch weighs 1/K."""
+    from lightning_padmin.microbatching import weights  # here: other fixtures serve older checkouts too
+
     right = weights.weights
 
     def evenly(*arguments: Any) -> Any:

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from lightning_padmin import MicroBatcher, MicroBatches, PadMinCallback, PadMinConfig, PadMinError, PadMinWarning, run
-from lightning_padmin.integrations.accelerate_toggle import PadMin
+from lightning_padmin import MicroBatches, PadMinCallback, PadMinConfig, PadMinError, PadMinWarning, run
+from lightning_padmin.integrations.accelerate_toggle import PadMin  # old paths: older checkouts are recorded too
 from lightning_padmin.integrations.fabric import FabricPadMin
 from lightning_padmin.integrations.transformers_trainer import PadMinTrainerMixin
 
@@ -566,19 +566,14 @@ class Adapter(Protocol):
 
 @contextlib.contextmanager
 def equal_weights() -> Iterator[None]:
-    """The classical mistake: every micro-batch weighs 1/K. The one place that knows where weights are made."""
-    original = MicroBatcher._weights
-
-    def weights(*arguments: Any) -> Any:
-        weights, shares = original(*arguments)
-        return np.full_like(weights, 1 / len(weights)), shares
-
+    """The classical mistake: every micro-batch weighs 1/K."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(MicroBatcher, "_weights", weights))
-        if "lightning_padmin.integrations.trl_passes" in sys.modules:
+        stack.enter_context(support.equal_weights())
+        if "lightning_padmin.integrations.trl.passes" in sys.modules:
             import trl_cases
-            from lightning_padmin.integrations.trl_passes import Passes
-            from lightning_padmin.integrations.trl_window import Window
+
+            from lightning_padmin.integrations.trl.passes import Passes
+            from lightning_padmin.integrations.trl.window import Window
 
             split, pull = Passes._split, Window.pull
 
