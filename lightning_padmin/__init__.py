@@ -2,17 +2,18 @@
 
 The path of a batch, one room per step; a room imports only rooms above it in this list, and only through its door:
 
-    runtime         state that a pass may change, put back
-    batch           which entry holds rows, positions, units; where each row's tokens are
-    planning        which rows go together, at what width
-    config          the options, and where they were found
-    distributed     ranks agree, or all raise
-    architectures   what is known of a model before it runs
-    microbatching   the steps in order: `MicroBatcher.prepare(batch)`
-    verification    does training stay the same? measured
-    forward         the model call in chunks
-    diagnose, cli   what padding costs on your data; the command line
-    integrations    one folder per framework
+    printing, errors        text of others as a terminal may show it; every error, warning and code
+    runtime                 state that a pass may change, put back; things said once
+    batch                   which entry holds rows, positions, units; where each row's tokens are, what it weighs
+    planning                which rows go together, at what width
+    config                  the options, and where they were found
+    distributed, stats      ranks agree, or all raise; counts of padding
+    architectures, sampler  what is known of a model before it runs; batches of similar lengths
+    microbatching           the steps in order: `MicroBatcher.prepare(batch)`
+    verification            does training stay the same? measured
+    forward                 the model call in chunks
+    diagnose, run, cli      what padding costs on your data; other people's scripts; the command line
+    integrations            one folder per framework
 """
 
 from typing import TYPE_CHECKING, Any

@@ -63,7 +63,7 @@ class PlanError(PadMinError):
 
 
 class PeerError(PadMinError):
-    """Another rank refused its batch; its own message stands in that rank's log."""
+    """Another rank refused its batch, has ended, or did not come: see `distributed`, `microbatching.memory`."""
 
     code = 5
 

@@ -1,4 +1,7 @@
-"""`FabricPadMin` for loops over Lightning Fabric."""
+"""`FabricPadMin` for loops over Lightning Fabric.
+
+loop  the class, and when gradients are reduced
+"""
 
 from lightning_padmin.integrations.fabric.loop import FabricPadMin, LossFunction, micro_batched_backward
 

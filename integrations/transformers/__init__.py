@@ -1,4 +1,7 @@
-"""`PadMinTrainerMixin` for the Trainer of transformers and its subclasses."""
+"""`PadMinTrainerMixin` for the Trainer of transformers and its subclasses.
+
+trainer  the class
+"""
 
 from lightning_padmin.integrations.transformers.trainer import PadMinTrainerMixin
 

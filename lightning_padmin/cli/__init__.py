@@ -1,7 +1,8 @@
 """The command line: `padmin diagnose | verify | launch | env`.
 
-commands  the parser, `verify` launch    options as variables for another program env       versions and sources, for
-bug reports
+commands  the parser, `verify` and `env` (what `env` says: `config.report`)
+launch    options as variables for another program
+__main__  `python -m lightning_padmin.cli`
 """
 
 from lightning_padmin.cli.commands import main

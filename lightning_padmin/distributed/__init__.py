@@ -1,9 +1,9 @@
-"""What ranks tell each other: the only room that touches `torch.distributed`.
+"""What ranks tell each other: the room that runs collectives.
 
 Ranks must take the same decisions or all end. The few things they have to agree on per batch go through one all-
 gather of integers; what one of them dies of goes through connections and a store that need no collective.
 
-    collectives   exchanges of integers, boards, errors raised together
+    collectives   exchanges of integers, boards, errors raised together, words about ended ranks
     peers         a rank that ends is heard of at once, with its reason
     announcement  options compared before the first batch
 """

@@ -1,8 +1,7 @@
-"""The one collective of the library, and the only file that touches `torch.distributed`.
+"""The collectives of the library, what ranks note for each other without one, and what is said of ended ranks.
 
-Before the first forward pass of a batch every rank tells all others a few integers: whether it refused its batch and
-why, how many micro-batches it wants, and how many loss tokens it holds. So all ranks run the same number of forward
-and backward passes, or all raise.
+Before the first forward pass of a batch every rank tells all others a few integers (see `microbatching.agreement`). So
+all ranks run the same number of forward and backward passes, or all raise.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Needs numpy only, and knows neither tensors nor models: every plan can be made, 
     planner        `plan_micro_batches` and the plan of packs
     plan           the result
     packs          first-fit decreasing bins
-    shape_buckets  few shapes over a whole run
+    shape_buckets  few shapes over a whole run (rounding itself: `search.round_up`)
     cost_fit       the cost of a launch and of width, from measured times
 """
 

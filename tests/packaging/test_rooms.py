@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,3 +93,27 @@ def test_every_package_is_installed() -> None:
         if (folder / "__init__.py").exists()
     }
     assert listed == found
+
+
+def unnamed(folder: Path) -> list[str]:
+    """Modules of a room that the head of its door does not name."""
+    head = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()), clean=False) or ""
+    listed = {word for line in head.splitlines() if line.startswith("    ") for word in re.findall(r"\w+", line)}
+    return sorted(each.stem for each in folder.glob("*.py") if each.stem not in {"__init__", *listed})
+
+
+def rooms() -> list[Path]:
+    found = [each.parent for top in ("lightning_padmin", "integrations") for each in (ROOT / top).glob("*/__init__.py")]
+    return [each for each in found if each.name != "integrations"]
+
+
+@pytest.mark.parametrize("room", rooms(), ids=lambda room: str(room.relative_to(ROOT)))
+def test_the_door_names_every_file(room: Path) -> None:
+    assert not unnamed(room)
+
+
+def test_a_file_that_is_not_named_shows(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text('"""A room.\n\n    one  the first\n"""\n')
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").touch()
+    assert unnamed(tmp_path) == ["two"]
