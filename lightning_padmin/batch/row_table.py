@@ -1,7 +1,7 @@
 """The row table: where each row's real tokens start and end, and what the row weighs in the loss.
 
-There is no padding side: a row has a start and a length, and padding in front is a start above 0. Everything is computed
-on the batch's own device and comes to the host in one copy per batch.
+There is no padding side: a row has a start and a length, and padding in front is a start above 0. Everything is
+computed on the batch's own device and comes to the host in one copy per batch.
 """
 
 from __future__ import annotations

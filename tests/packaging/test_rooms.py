@@ -97,8 +97,9 @@ def test_every_package_is_installed() -> None:
 
 def unnamed(folder: Path) -> list[str]:
     """Modules of a room that the head of its door does not name."""
-    head = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()), clean=False) or ""
-    listed = {word for line in head.splitlines() if line.startswith("    ") for word in re.findall(r"\w+", line)}
+    head = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    lists = [line.strip().split("  ")[0] for line in head.splitlines() if "  " in line.strip()]
+    listed = {word for names in lists for word in re.findall(r"\w+", names)}
     return sorted(each.stem for each in folder.glob("*.py") if each.stem not in {"__init__", *listed})
 
 
