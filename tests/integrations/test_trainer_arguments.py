@@ -66,7 +66,7 @@ def test_mixins_read_variables(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_p
         trainer = Ours(
             model=cases.qwen2(), args=TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), **options
         )
-        return trainer._padmin, trainer._padmin.enabled
+        return trainer._padmin.config, trainer._padmin.config.enabled
 
     def budget(**options: Any) -> int | None:
         config, _ = make(**options)
