@@ -18,7 +18,6 @@ import inspect
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 try:
@@ -26,38 +25,27 @@ try:
 except ImportError as error:
     raise ImportError('PadMin needs Accelerate: pip install "accelerate>=1.10.1"') from error
 
-import numpy as np
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_padmin.architectures import (
-    ArchitectureError,
-    HookWatch,
-    batch_statistics,
-    inspect_model,
-    is_encoder_decoder,
-    row_limit,
-    with_scan_chunk,
-)
 from lightning_padmin.config import PadMinConfig, resolve, say_once
-from lightning_padmin.distributed import (
-    PATIENCE_OF_LOOPS,
-    Announcement,
-    Exchange,
-    announce,
-    exchange_all,
-    exchange_alone,
-)
 from lightning_padmin.errors import BatchError, ConfigError
-from lightning_padmin.integrations.common import find_engine
-from lightning_padmin.microbatching import LoopGuard, MicroBatch, MicroBatcher
+from lightning_padmin.integrations.common import (
+    Kind,
+    Session,
+    Topology,
+    Training,
+    ddp_of,
+    find_engine,
+    has_static_graph,
+)
+from lightning_padmin.microbatching import MicroBatch
 from lightning_padmin.stats import PaddingStats
-from lightning_padmin.verification import refuse_unproven
 
 __all__ = ["PadMin"]
 
 _FIX_OF_HOOKS = "Do that once per batch, behind the loop over micro_batches and before optimizer.step()"
+_KINDS: dict[DistributedType, Kind] = {DistributedType.FSDP: "sharded", DistributedType.DEEPSPEED: "engine"}
 
 
 class PadMin:
@@ -90,18 +78,19 @@ class PadMin:
         say_once(resolved, accelerator.is_main_process)
         self.config, self.source = resolved.config, resolved.source
         self.accelerator = accelerator
-        self.stats = PaddingStats()
-        self._since_metrics = PaddingStats()
-        self._announced: Announcement | None = announce("PadMin", self.config)
+        self._session = Session("PadMin", self.config, tell=self._tell)
+        self._session.announce()
         if config is None:
             self._agree()  # files and variables of two machines may differ
         if self.config.enabled:
             _refuse_unsupported(accelerator, self.config)
-            refuse_unproven(self.config, "PadMin.micro_batches")
-        self._batchers: weakref.WeakKeyDictionary[nn.Module, MicroBatcher] = weakref.WeakKeyDictionary()
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, HookWatch] = weakref.WeakKeyDictionary()
-        self._loops = LoopGuard()
+            self._session.refuse_packs("PadMin.micro_batches")
         self._open: weakref.ref[nn.Module] | None = None
+
+    @property
+    def stats(self) -> PaddingStats:
+        """Counts of this rank, over all batches whose loop ran to its end."""
+        return self._session.stats
 
     @property
     def enabled(self) -> bool:
@@ -130,10 +119,11 @@ class PadMin:
         """
         self._agree()
         if not self.config.enabled:
-            return iter([MicroBatch(batch, 1.0, np.empty(0, dtype=np.int64), 0, 1)])
-        planned = self._batcher(model).prepare(batch)
+            return self._session.loop_as_it_came(batch)
+        training = self._training(model)
+        planned = training.prepare(batch)
         self._open = weakref.ref(model)
-        return self._loops.start(planned, partial(self._around, model), partial(self._count, planned.stats))
+        return self._session.loop(planned, lambda micro: self._around(model, training, micro))
 
     def discard(self) -> None:
         """Forgets a loop that was left before its end on purpose, and lets gradients be reduced again.
@@ -141,7 +131,7 @@ class PadMin:
         After an error that you survive (a batch that ran out of memory, say): this, and `optimizer.zero_grad()`. If
         other ranks finished that batch, they wait for this one's gradients; that cannot be mended here.
         """
-        self._loops.discard()
+        self._session.discard()
 
     def metrics(self) -> dict[str, float | int]:
         """What the batches since the last call cost: counts over all ranks first, ratios last.
@@ -152,15 +142,11 @@ class PadMin:
             `padmin/waste` and the others (with the prefix `log_prefix`), the same on every rank, ready for
             `accelerator.log`. Empty where no batch has been finished, and when switched off.
         """
-        if not self.config.enabled:
-            return {}
-        merged = PaddingStats.merge_ranks(self._exchange(self._since_metrics.as_counts()))
-        self._since_metrics = PaddingStats()
-        return merged.metrics(self.config.log_prefix) if merged.batches else {}
+        return self._session.metrics(self._topology)
 
     def state_dict(self) -> dict[str, Any]:
         """The counters of this rank."""
-        return {"stats": self.stats.state_dict()}
+        return self._session.meter.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on counting.
@@ -168,38 +154,40 @@ class PadMin:
         Raises:
             PadMinError: a count is unknown or no integer.
         """
-        if "stats" in state_dict:
-            self.stats.load_state_dict(state_dict["stats"])
+        self._session.meter.load_state_dict(state_dict)
 
     def _agree(self) -> None:
         """Once: a rank that splits would wait for one that does not."""
-        if self._announced is not None:
-            announced, self._announced = self._announced, None
-            try:
-                announced.agree(PATIENCE_OF_LOOPS)
-            except ConfigError as error:
-                raise ConfigError(f"{error}. Here they come from: {self.source}") from None
+        try:
+            self._session.agree_in_loop()
+        except ConfigError as error:
+            raise ConfigError(f"{error}. Here they come from: {self.source}") from None
+
+    def _tell(self, words: str) -> None:
+        if self.accelerator.is_main_process:
+            print(words, flush=True)
 
     @property
-    def _exchange(self) -> Exchange:
-        return exchange_all if self.accelerator.num_processes > 1 else exchange_alone
+    def _topology(self) -> Topology:
+        accelerator, distributed = self.accelerator, self.accelerator.distributed_type
+        kind: Kind = "ddp" if _is_ddp(distributed) else _KINDS.get(distributed, "single")
+        return Topology(accelerator.process_index, accelerator.num_processes, kind)
 
-    def _batcher(self, model: nn.Module) -> MicroBatcher:
+    def _training(self, model: nn.Module) -> Training:
         """One per model, since an encoder-decoder's labels run along the decoder."""
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model={type(model).__name__}: expected what accelerator.prepare returned")
-        if model not in self._batchers:
-            original = self._original(model)
-            self._hooks[model] = HookWatch(_FIX_OF_HOOKS)
-            self._batchers[model] = MicroBatcher(
-                with_scan_chunk(self.config, original),
-                exchange=self._exchange,
-                encoder_decoder=is_encoder_decoder(original),
-                # A reference to the model would keep the dictionary's weak key alive for ever.
-                before_reading=partial(self._check, weakref.ref(model), []),
-                row_limit=row_limit(inspect_model(original)),
-            )
-        return self._batchers[model]
+        return self._session.training(
+            model,
+            lambda: Training(
+                self._session,
+                self._original(model),
+                self._topology,
+                fix_of_hooks=_FIX_OF_HOOKS,
+                wrapper=model,
+                check=self._check,
+            ),
+        )
 
     def _original(self, model: nn.Module) -> nn.Module:
         """The user's own module inside of what Accelerate returned (compiled or not)."""
@@ -208,34 +196,23 @@ class PadMin:
         assert isinstance(module, nn.Module)
         return module
 
-    def _check(self, model: weakref.ref[nn.Module], seen: list[bool]) -> None:
+    def _check(self, training: Training) -> None:
         """What must hold before a batch is read; all ranks hear of an error."""
-        module = model()
-        assert module is not None
-        self._refuse_open_loop(module)
-        original = self._original(module)
-        wrong = batch_statistics(original)
-        if wrong is not None:
-            raise ArchitectureError(wrong)
-        self._hooks[module].look(original, wrapper=module)
+        self._refuse_open_loop(training.wrapper)
+        training.refuse_batch_statistics()
+        training.look()
         if getattr(self.accelerator, "has_lomo_optimizer", False):
             raise ConfigError(
                 "LOMO takes its steps in the backward pass, on parts of a batch's gradients here. Use another optimizer"
             )
-        if seen:
-            return
-        _refuse_unprepared(self.accelerator, module)
-        for finding in inspect_model(original):
-            if finding.severity == "refuse" and finding.exact_up_to is None:
-                raise ArchitectureError(f"{finding.where}: {finding.reason}")
-            if finding.severity != "refuse" and self.accelerator.is_main_process:
-                print(f"PadMin: {finding.where}: {finding.reason}", flush=True)
-        seen.append(True)
+        if not training.has_passed:
+            _refuse_unprepared(self.accelerator, training.wrapper)
+            training.heed()
 
     def _refuse_open_loop(self, model: nn.Module) -> None:
         previous = self._open() if self._open is not None else None
         try:
-            self._loops.refuse_unfinished()
+            self._session.loops.refuse_unfinished()
         except BatchError as error:
             if previous is None or previous is model:
                 raise
@@ -245,16 +222,16 @@ class PadMin:
             ) from None
 
     @contextmanager
-    def _around(self, model: nn.Module, micro: MicroBatch) -> Iterator[None]:
+    def _around(self, model: nn.Module, training: Training, micro: MicroBatch) -> Iterator[None]:
         """One forward and backward pass: gradients are reduced, and DeepSpeed's engine steps, in the last one only."""
         kind = self.accelerator.distributed_type
         with ExitStack() as stack:
             if not micro.is_last and kind == DistributedType.DEEPSPEED:
                 stack.enter_context(_not_synchronised(self.accelerator))
-            if not micro.is_last and _is_ddp(kind) and not _has_static_graph(model):
+            if not micro.is_last and _is_ddp(kind) and not has_static_graph(model):
                 # Inside of `accumulate`, while no step is due, this is a no_sync within another.
                 stack.enter_context(self.accelerator.no_sync(model))
-            stack.enter_context(self._hooks[model].around(micro.index, micro.count))
+            stack.enter_context(training.around(micro.index, micro.count))
             calls = stack.enter_context(_counted_backward(self.accelerator, micro))
             yield
             if not calls:
@@ -262,10 +239,6 @@ class PadMin:
                     f"accelerator.backward was not called for micro-batch {micro.index + 1} of {micro.count}: call it "
                     "once for each, with loss * weight (loss.backward() goes past Accelerate)"
                 )
-
-    def _count(self, stats: PaddingStats) -> None:
-        self.stats = self.stats + stats
-        self._since_metrics = self._since_metrics + stats
 
 
 @contextmanager
@@ -310,15 +283,6 @@ def _is_ddp(kind: DistributedType) -> bool:
     return str(kind.value).startswith("MULTI_")
 
 
-def _ddp_of(model: nn.Module) -> list[DistributedDataParallel]:
-    return [child for child in model.modules() if isinstance(child, DistributedDataParallel)]
-
-
-def _has_static_graph(model: nn.Module) -> bool:
-    # With a static graph DistributedDataParallel cannot be told to wait.
-    return any(child.static_graph for child in _ddp_of(model))
-
-
 def _refuse_unprepared(accelerator: Accelerator, model: nn.Module) -> None:
     """What would train each rank alone, or leave a rank waiting."""
     kind = accelerator.distributed_type
@@ -326,7 +290,7 @@ def _refuse_unprepared(accelerator: Accelerator, model: nn.Module) -> None:
         _refuse_engine(accelerator, model)
     if not _is_ddp(kind):
         return
-    wrappers = _ddp_of(model)
+    wrappers = ddp_of(model)
     if not wrappers:
         raise ConfigError(
             f"model={type(model).__name__}: its gradients are reduced by nobody. Give what accelerator.prepare returned"

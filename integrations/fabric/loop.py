@@ -6,10 +6,8 @@ micro-batch; from then on a loop only gathers rows and decides whether gradients
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 try:
@@ -17,8 +15,6 @@ try:
 except ImportError as error:
     raise ImportError('FabricPadMin needs Lightning: pip install "lightning-padmin[lightning]"') from error
 
-import numpy as np
-import torch
 from lightning.fabric.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -30,24 +26,20 @@ from lightning.fabric.strategies import (
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_padmin.architectures import (
-    ArchitectureError,
-    HookWatch,
-    batch_statistics,
-    inspect_model,
-    is_encoder_decoder,
-    row_limit,
-    with_scan_chunk,
-)
-from lightning_padmin.batch import iter_leaves
 from lightning_padmin.config import PadMinConfig, as_config
-from lightning_padmin.distributed import PATIENCE_OF_LOOPS, Exchange, announce, exchange_all, exchange_alone
-from lightning_padmin.errors import ConfigError, SchemaError
-from lightning_padmin.microbatching import LoopGuard, MicroBatch, MicroBatcher
+from lightning_padmin.errors import ConfigError
+from lightning_padmin.integrations.common import (
+    Kind,
+    Session,
+    Topology,
+    Training,
+    collected_outputs,
+    defined,
+    has_static_graph,
+)
+from lightning_padmin.microbatching import MicroBatch
 from lightning_padmin.stats import PaddingStats
-from lightning_padmin.verification import refuse_unproven
 
 __all__ = ["FabricPadMin", "micro_batched_backward"]
 
@@ -94,17 +86,17 @@ class FabricPadMin:
             )
         if not isinstance(defer_sync, bool | None):
             raise ConfigError(f"defer_sync={defer_sync!r}: expected True, False or None")
+        self._session = Session("FabricPadMin", self.config, tell=_tell)
         if self.config.enabled:
             _refuse_strategy(fabric.strategy, defer_sync)
-            refuse_unproven(self.config, "FabricPadMin.micro_batches")
+            self._session.refuse_packs("FabricPadMin.micro_batches")
         self.fabric = fabric
-        self.stats = PaddingStats()
-        self._since_metrics, self._agreed = PaddingStats(), False
-        is_sharded = isinstance(fabric.strategy, FSDPStrategy | ModelParallelStrategy)
-        self._defer_sync = not is_sharded if defer_sync is None else defer_sync
-        self._batchers: weakref.WeakKeyDictionary[nn.Module, MicroBatcher] = weakref.WeakKeyDictionary()
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, HookWatch] = weakref.WeakKeyDictionary()
-        self._loops = LoopGuard()
+        self._defer_sync = not _is_sharded(fabric) if defer_sync is None else defer_sync
+
+    @property
+    def stats(self) -> PaddingStats:
+        """Counts of this rank, over all batches whose loop ran to its end."""
+        return self._session.stats
 
     def micro_batches(self, batch: Any, model: nn.Module, *, is_accumulating: bool = False) -> Iterator[MicroBatch]:
         """The micro-batches of one batch, for one forward pass and one `fabric.backward(loss * weight)` each.
@@ -133,27 +125,25 @@ class FabricPadMin:
             raise ConfigError(
                 f"model={type(model).__name__}: expected what Fabric returned: model = fabric.setup_module(model)"
             )
-        if not self._agreed:  # once: a rank that splits would wait for one that does not
-            self._agreed = True
-            announce("FabricPadMin", self.config).agree(PATIENCE_OF_LOOPS)
+        self._session.agree_in_loop()  # a rank that splits would wait for one that does not
         # With a static graph DistributedDataParallel cannot be told to wait.
-        may_wait = self._defer_sync and not _has_static_graph(model)
+        may_wait = self._defer_sync and not has_static_graph(model)
+        training = self._training(model) if self.config.enabled else None
 
         @contextmanager
         def around(micro: MicroBatch) -> Iterator[None]:
-            waits = may_wait and (is_accumulating or not micro.is_last)
             with ExitStack() as stack:
-                if model in self._hooks:
-                    stack.enter_context(self._hooks[model].around(micro.index, micro.count))
-                stack.enter_context(self.fabric.no_backward_sync(model) if waits else nullcontext())
+                if training is not None:
+                    stack.enter_context(training.around(micro.index, micro.count))
+                if may_wait and (is_accumulating or not micro.is_last):
+                    stack.enter_context(self.fabric.no_backward_sync(model))
                 yield
 
-        if not self.config.enabled:
-            untouched = MicroBatch(batch, 1.0, np.empty(0, dtype=np.int64), 0, 1)
-            return LoopGuard().start([untouched], around, lambda: None)
-        planned = self._batcher(model).prepare(batch)
+        if training is None:
+            return self._session.loop_as_it_came(batch, around)
+        planned = training.prepare(batch)
         self._mend_synchronisation(model)
-        return self._loops.start(planned, around, partial(self._count, planned.stats))
+        return self._session.loop(planned, around)
 
     def backward(self, batch: Any, model: nn.Module, loss_fn: LossFunction, *, is_accumulating: bool = False) -> Tensor:
         """The loop over `micro_batches` with its backward passes, for a loss that is all there is to a step.
@@ -189,7 +179,7 @@ class FabricPadMin:
         After an error that you survive (a batch that ran out of memory, say): this, and `optimizer.zero_grad()`. If
         other ranks finished that batch, they wait for this one's gradients; that cannot be mended here.
         """
-        self._loops.discard()
+        self._session.discard()
 
     def metrics(self) -> dict[str, float | int]:
         """What the batches since the last call cost: counts over all ranks first, ratios last.
@@ -200,15 +190,11 @@ class FabricPadMin:
             `padmin/waste` and the others (with the prefix `log_prefix`), the same on every rank, ready for
             `fabric.log_dict`. Empty where no batch has been finished, and with `enabled=False`.
         """
-        if not self.config.enabled:
-            return {}
-        merged = PaddingStats.merge_ranks(self._metrics_exchange()(self._since_metrics.as_counts()))
-        self._since_metrics = PaddingStats()
-        return merged.metrics(self.config.log_prefix) if merged.batches else {}
+        return self._session.metrics(self._topology)
 
     def state_dict(self) -> dict[str, Any]:
         """The counters of this rank, so that this object can be part of the state given to `fabric.save`."""
-        return {"stats": self.stats.state_dict()}
+        return self._session.meter.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on counting.
@@ -216,47 +202,37 @@ class FabricPadMin:
         Raises:
             PadMinError: a count is unknown or no integer.
         """
-        if "stats" in state_dict:
-            self.stats.load_state_dict(state_dict["stats"])
+        self._session.meter.load_state_dict(state_dict)
 
-    def _batcher(self, model: nn.Module) -> MicroBatcher:
+    def _training(self, model: nn.Module) -> Training:
         """One per model, since an encoder-decoder's labels run along the decoder."""
-        if model not in self._batchers:
-            exchange = exchange_all if self.fabric.world_size > 1 else exchange_alone
-            # A reference to the model would keep the dictionary's weak key alive for ever.
-            check = partial(self._check, weakref.ref(model), [])
-            original = _original(model)
-            self._hooks[model] = HookWatch(_FIX_OF_HOOKS)
-            self._batchers[model] = MicroBatcher(
-                with_scan_chunk(self.config, original),
-                exchange=exchange,
-                encoder_decoder=is_encoder_decoder(original),
-                before_reading=check,
-                row_limit=row_limit(inspect_model(original)),
-            )
-        return self._batchers[model]
+        return self._session.training(
+            model,
+            lambda: Training(
+                self._session,
+                _original(model),
+                self._topology,
+                fix_of_hooks=_FIX_OF_HOOKS,
+                wrapper=model,
+                check=self._check,
+            ),
+        )
 
-    def _check(self, model: weakref.ref[nn.Module], seen: list[bool]) -> None:
+    def _check(self, training: Training) -> None:
         """What must hold before a batch is read; all ranks hear of an error."""
-        self._loops.refuse_unfinished()
-        module = model()
-        assert module is not None
-        original = _original(module)
-        wrong = batch_statistics(original)
-        if wrong is not None:
-            raise ArchitectureError(wrong)
-        if not seen:
-            for finding in inspect_model(original):
-                if finding.severity == "refuse" and finding.exact_up_to is None:
-                    raise ArchitectureError(f"{finding.where}: {finding.reason}")
-                if finding.severity != "refuse":
-                    rank_zero_info(f"FabricPadMin: {finding.where}: {finding.reason}")
-            seen.append(True)
-        self._hooks[module].look(original, wrapper=module)
+        self._session.loops.refuse_unfinished()
+        training.check()
 
-    def _count(self, stats: PaddingStats) -> None:
-        self.stats = self.stats + stats
-        self._since_metrics = self._since_metrics + stats
+    @property
+    def _topology(self) -> Topology:
+        """As it is once Fabric is launched."""
+        fabric, strategy = self.fabric, self.fabric.strategy
+        kind: Kind = "sharded" if _is_sharded(fabric) else "ddp" if isinstance(strategy, DDPStrategy) else "single"
+        group = None
+        if fabric.world_size > 1 and isinstance(strategy, ModelParallelStrategy):
+            # Ranks of one tensor-parallel group share a batch, which is to be counted once.
+            group = strategy.device_mesh["data_parallel"].get_group()
+        return Topology(fabric.global_rank, fabric.world_size, kind, group=group)
 
     def _mend_synchronisation(self, model: nn.Module) -> None:
         """Fabric's context for FSDP2, entered with enabled=False, leaves gradients un-reduced for good when it ends.
@@ -267,15 +243,6 @@ class FabricPadMin:
         if isinstance(self.fabric.strategy, ModelParallelStrategy):
             with self.fabric.no_backward_sync(model):
                 pass
-
-    def _metrics_exchange(self) -> Exchange:
-        if self.fabric.world_size == 1:
-            return exchange_alone
-        strategy = self.fabric.strategy
-        if isinstance(strategy, ModelParallelStrategy):
-            # Ranks of one tensor-parallel group share a batch, which is to be counted once.
-            return partial(exchange_all, group=strategy.device_mesh["data_parallel"].get_group())
-        return exchange_all
 
 
 def micro_batched_backward(
@@ -325,8 +292,12 @@ def _refuse_strategy(strategy: object, defer_sync: bool | None) -> None:
         )
 
 
-def _has_static_graph(model: nn.Module) -> bool:
-    return any(isinstance(child, DistributedDataParallel) and child.static_graph for child in model.modules())
+def _is_sharded(fabric: Fabric) -> bool:
+    return isinstance(fabric.strategy, FSDPStrategy | ModelParallelStrategy)
+
+
+def _tell(words: str) -> None:
+    rank_zero_info(words)
 
 
 def _original(model: nn.Module) -> nn.Module:
@@ -339,37 +310,10 @@ def _original(model: nn.Module) -> nn.Module:
 def _weighted_loss(micro: MicroBatch, model: nn.Module, loss_fn: LossFunction) -> Tensor:
     if micro.weight != 0 and micro.has_loss:
         return _one_number(loss_fn(micro.batch)) * micro.weight
-    with _collected_outputs(model) as outputs:
+    with collected_outputs([model]) as outputs:
         loss = _one_number(loss_fn(micro.batch))
-    if torch.isfinite(loss) or not outputs:
-        return loss * micro.weight
-    # 0/0, a mean over no tokens. Its derivative is not finite either, so zeros must start further down: at what the
-    # model returned, since strategies wait for gradients there.
-    return torch.stack([(output * 0).sum().to(loss) for output in outputs]).sum()
-
-
-@contextmanager
-def _collected_outputs(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Finite tensors with a gradient that calling `model` returns meanwhile."""
-    found: list[Tensor] = []
-
-    def collect(module: nn.Module, arguments: Any, outputs: Any) -> None:
-        found.extend(leaf for leaf in _tensors(outputs) if leaf.requires_grad and torch.isfinite(leaf).all())
-
-    handle = model.register_forward_hook(collect)
-    try:
-        yield found
-    finally:
-        handle.remove()
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    try:
-        return [leaf for _, leaf in iter_leaves(outputs) if isinstance(leaf, Tensor)]
-    except SchemaError:  # an object of the user's own
-        return []
+    # Of a mean over no tokens, a zero at what the model returned: strategies wait for gradients there.
+    return defined(loss, outputs) * micro.weight
 
 
 def _one_number(loss: object) -> Tensor:

@@ -1,0 +1,228 @@
+"""One model, as it is trained on these processes: what is known of it, and the way that every batch of it goes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from lightning_padmin.architectures import Findings, HookWatch, Tolerable, refuse_batch_statistics, screen, words_of
+from lightning_padmin.batch import RowTable, Schema
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.integrations.common.topology import Topology
+from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, PackStyle
+from lightning_padmin.verification import Outcome, PackCheck, PackGate
+
+if TYPE_CHECKING:
+    from lightning_padmin.integrations.common.session import Session
+
+T = TypeVar("T")
+Read = tuple[Any, Schema, RowTable]
+"""A batch, its schema and its row table."""
+
+
+class Training:
+    """One model under one adapter; no reference to it is held that would keep it alive.
+
+    Every batch of every adapter goes through one method, `_pass`: whichever way it is planned or read, packed or not.
+    What is to hold for all batches alike (which way a batch runs, what is audited later on, how it is moved) belongs
+    there.
+
+    Args:
+        session: of the adapter.
+        model: the user's own, inside of all wrappers.
+        topology: of the processes.
+        fix_of_hooks: what the user may do instead of a hook on gradients; see `HookWatch`.
+        wrapper: what the framework has made of the model, if it is known yet.
+        check: called before each batch is read, in place of `check`; what it raises, all ranks hear of. None of it
+            may hold a reference to the model.
+        tolerate: findings that are no refusal here, see `screen`; `width` too.
+        width: what widths are rounded to, where a model that needs another number is refused.
+        gate: decides whether rows are packed.
+        asks_of_step: whether rows are packed depends on the step too: not before `packs` has seen it take them.
+        proves_step: `packs` is going to look at the step.
+
+    Attributes:
+        findings: what is known of the model.
+        hooks: looks after hooks on gradients.
+        packs: whether the step takes packs; None where nobody asks.
+        has_passed: whether `heed` has found nothing to refuse.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model: nn.Module,
+        topology: Topology,
+        *,
+        fix_of_hooks: str | Callable[[], str],
+        wrapper: nn.Module | None = None,
+        check: Callable[[Training], None] | None = None,
+        tolerate: Collection[Tolerable] = (),
+        width: int | None = None,
+        gate: PackGate | None = None,
+        asks_of_step: bool = False,
+        proves_step: bool = False,
+    ) -> None:
+        self._session, self.topology = session, topology
+        self._model = weakref.ref(model)
+        self._wrapper = weakref.ref(model if wrapper is None else wrapper)
+        self._tolerate, self._width, self.has_passed = tolerate, width, False
+        self._check = check or Training.check
+        self.findings: Findings = screen(model, tolerate=tolerate, width=width)
+        self.hooks = HookWatch(fix_of_hooks)
+        self._gate, self._asks_of_step = gate, asks_of_step
+        proven = gate if proves_step else None
+        self.packs = None if proven is None else PackCheck(proven, topology.exchange, session.notices)
+        self._batcher: MicroBatcher | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's own, which is still there."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def wrapper(self) -> nn.Module:
+        """What the framework has made of it."""
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        return wrapper
+
+    # What must hold of the model.
+
+    def check(self) -> None:
+        """Before each batch: the model can be regrouped as it is now, and its hooks can be called more than once."""
+        self.refuse_batch_statistics()
+        self.heed()
+        self.look()
+
+    def refuse_batch_statistics(self) -> None:
+        """Raises ArchitectureError: what a module does now depends on which rows run together."""
+        refuse_batch_statistics(self.model)
+
+    def heed(self) -> None:
+        """Refuses a model that cannot be regrouped, and tells what else is known of it; once it has passed, no more.
+
+        Raises:
+            ArchitectureError: names what refuses.
+        """
+        if self.has_passed:
+            return
+        findings = screen(self.model, tolerate=self._tolerate, width=self._width)
+        findings.refuse()
+        for finding in findings.told:
+            self._session.tell(words_of(finding))
+        self.has_passed = True
+
+    def look(self, parts: Iterable[nn.Module] | None = None, *, wrapper: object = None, **how: Any) -> None:
+        """Looks at hooks that are new; see `HookWatch.look`.
+
+        Raises:
+            GradientHookError: one makes something else of parts of gradients.
+        """
+        self.hooks.look(self.model, parts, wrapper=self.wrapper if wrapper is None else wrapper, **how)
+
+    def around(self, index: int, count: int) -> AbstractContextManager[None]:
+        """Around forward and backward pass of a micro-batch, for hooks on gradients."""
+        return self.hooks.around(index, count)
+
+    # Batchers.
+
+    def batcher(self, config: PadMinConfig | None = None, **differs: Any) -> MicroBatcher:
+        """One for this model.
+
+        Args:
+            config: options that differ from the session's.
+            differs: arguments of `MicroBatcher` that differ from what is known here.
+        """
+        known: dict[str, Any] = {
+            "exchange": self.topology.exchange,
+            "encoder_decoder": self.findings.is_encoder_decoder,
+            "before_reading": self._before_reading,
+            "row_limit": self.findings.row_limit,
+            "gate": self._gate,
+            "asks_of_step": self._asks_of_step,
+        }
+        return MicroBatcher(self.findings.options(config or self._session.config), **(known | differs))
+
+    @property
+    def main(self) -> MicroBatcher:
+        """The one for whole batches, with the session's options."""
+        if self._batcher is None:
+            self._batcher = self.batcher()
+        return self._batcher
+
+    def _before_reading(self) -> None:
+        self._check(self)
+
+    # The way of a batch.
+
+    def prepare(self, batch: Any, by: MicroBatcher | None = None, **wish: Any) -> MicroBatches:
+        """The micro-batches of a batch, as many on every rank; see `MicroBatcher.prepare`.
+
+        Args:
+            batch: of the caller's type; it is only read.
+            by: what plans it; default: `main`.
+            wish: `token_budget`, `min_micro_batches`.
+        """
+        return self._pass(by, lambda batcher, may_pack: batcher.prepare(batch, may_pack=may_pack, **wish))
+
+    def prepare_made(self, make: Callable[[], Any], by: MicroBatcher | None = None, **wish: Any) -> MicroBatches:
+        """The same of what a function makes; see `MicroBatcher.prepare_made`."""
+        return self._pass(by, lambda batcher, may_pack: batcher.prepare_made(make, may_pack=may_pack, **wish))
+
+    def prepare_window(self, batches: Sequence[Any], by: MicroBatcher | None = None, **wish: Any) -> MicroBatches:
+        """The same of the rows of several batches; see `MicroBatcher.prepare_window`."""
+        return self._pass(by, lambda batcher, may_pack: batcher.prepare_window(batches, may_pack=may_pack, **wish))
+
+    def read(self, batch: Any, by: MicroBatcher | None = None) -> tuple[Schema, RowTable]:
+        """A batch that stays whole: its schema and its row table, on all ranks; see `MicroBatcher.read_together`."""
+        return self._pass(by, lambda batcher, may_pack: batcher.read_together(batch), plans=False)
+
+    def _pass(self, by: MicroBatcher | None, way: Callable[[MicroBatcher, bool], T], *, plans: bool = True) -> T:
+        """The one place through which every batch of every adapter goes."""
+        batcher = by or self.main
+        found = way(batcher, self.may_pack)
+        if plans and batcher.has_changed and self.packs is not None:
+            self.packs.again()  # packs are proven anew for models that have become others
+        return found
+
+    @property
+    def may_pack(self) -> bool:
+        """Whether nothing is left to prove of the step; whether the model keeps rows apart, the gate knows."""
+        return not self._asks_of_step or (self.packs is not None and self.packs.has_passed)
+
+    def prove(
+        self,
+        read: Callable[[MicroBatcher], Read],
+        gradients: Callable[[PackStyle, Read], Outcome | None],
+        by: MicroBatcher | None = None,
+    ) -> None:
+        """Finds out whether the step takes packs, while that is open; until it is known, rows are padded.
+
+        Args:
+            read: reads the batch that is about to run, on all ranks.
+            gradients: compares the step on packs of it with the step on rows as they came.
+            by: what is going to plan the batch; default: `main`.
+        """
+        if self.packs is None or not self.packs.is_due:
+            return
+        batcher = by or self.main
+        found = read(batcher)
+        self.packs(batcher.pack_style, lambda style: gradients(style, found))
+
+    def guard(self, micro_batches: MicroBatches, *, last: int | None = None, tells: bool = True) -> MemoryGuard:
+        """What stands around the passes of a batch, for memory that runs out; to be made on every rank.
+
+        Args:
+            micro_batches: of the batch.
+            last: the index of the one that runs last; default: the last.
+            tells: False for passes that other ranks need not hear of.
+        """
+        board = self.topology.board(micro_batches.grows and tells)
+        return MemoryGuard(micro_batches, board, self.topology.rank, last)
