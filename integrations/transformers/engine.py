@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,48 +15,29 @@ try:
 except ImportError as error:
     raise ImportError("PadMinTrainerMixin needs transformers: pip install transformers accelerate") from error
 
-import numpy as np
 from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_padmin.architectures import (
-    ArchitectureError,
-    GradientHookError,
-    HookWatch,
-    batch_statistics,
-    inspect_model,
-    is_encoder_decoder,
-    row_limit,
-    with_scan_chunk,
-)
 from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.distributed import (
-    Announcement,
-    Exchange,
-    announce,
-    board_alone,
-    board_of_all,
-    exchange_all,
-    exchange_alone,
-    telling_others,
-)
-from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning, PeerError, TrainingStepError
-from lightning_padmin.integrations.transformers.support import check_signatures, refuse_unsupported, why_not_packed
-from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, OutOfMemoryError, PackStyle
-from lightning_padmin.runtime import holders_of, replaced
-from lightning_padmin.stats import PaddingStats
-from lightning_padmin.verification import (
+from lightning_padmin.errors import GradientCheckError, GradientHookError, PeerError, TrainingStepError
+from lightning_padmin.integrations.common import (
     Advice,
     OneLoss,
     Outcome,
-    PackCheck,
-    PackGate,
-    check_gradients,
-    gate_of,
-    step_of,
+    Session,
+    Training,
+    check_step,
+    has_step_in_front,
+    own_step,
+    refuse_batch_statistics,
+    replaced,
+    topology_of,
 )
+from lightning_padmin.integrations.transformers.support import check_signatures, refuse_unsupported, why_not_packed
+from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, OutOfMemoryError, PackStyle
+from lightning_padmin.stats import PaddingStats
 
 _MOST_BATCHES = 100
 _STOP = "use PadMinConfig(enabled=False)"
@@ -103,7 +83,6 @@ class Engine:
 
     Attributes:
         config: the options, with what the Trainer knows besides.
-        stats: counts of this rank's training passes.
         pools: whether the loss is a sum over the targets of all batches of a window; None: that is open.
 
     Raises:
@@ -113,102 +92,65 @@ class Engine:
 
     def __init__(self, trainer: Any, config: PadMinConfig) -> None:
         self._trainer, self.config = trainer, config
-        self.stats, self._since_log = PaddingStats(), PaddingStats()
         self.pools: bool | None = None
         self._has_told = self._means_have_told = config.check == "off"
         self._checked, self._as_stock = 0, False
         self._dealt = self._lost = 0  # batches whose rows were regrouped, targets that were subtracted
         self._first_is_open, self._first_batches = config.check != "off", 0
-        self._announced: Announcement | None = announce("PadMinTrainerMixin", config)
+        self._topology = topology_of(trainer)
+        self._session = Session("PadMinTrainerMixin", config, is_main=lambda: trainer.accelerator.is_main_process)
+        self._session.announce()
         if config.enabled:
             self._set_up()
 
     def _set_up(self) -> None:
-        check_signatures()
         trainer, model = self._trainer, self._trainer.model
+        check_signatures()
         refuse_unsupported(trainer, self.config)
-        self._hooks = HookWatch(_FIX_OF_HOOKS)
-        self._hooks.look(model)
+        gate = self._session.pack_policy(
+            lambda: why_not_packed(trainer, self.config),
+            lambda: {"model": trainer.accelerator.unwrap_model(model)},
+            trainer.compute_loss_context_manager,
+            say=self._session.notices if self.config.layout == "auto" else None,
+        )
+        self._training = Training(
+            self._session,
+            model,
+            self._topology,
+            fix_of_hooks=_FIX_OF_HOOKS,
+            check=self._look_at_hooks,
+            tolerate={"batch-norm"},
+            gate=gate,
+            asks_of_step=True,
+            proves_step=True,
+        )
+        self._training.look()
         self._losses = OneLoss(type(trainer), _FIX_OF_STEPS)
-        findings = inspect_model(model)
-        for finding in findings:
-            if finding.severity == "refuse" and finding.rule != "batch-norm" and finding.exact_up_to is None:
-                raise ArchitectureError(f"{finding.where}: {finding.reason}")
-        config = with_scan_chunk(self.config, model)
+        self._training.findings.refuse()
         sources = (getattr(trainer, "processing_class", None), getattr(model, "config", None))
         known = next((p for each in sources if isinstance(p := getattr(each, "pad_token_id", None), int)), None)
-        if config.pad_token_id is None and known is not None:
-            config = replace(config, pad_token_id=known)
-        self.config = config
-        self._gate = gate = self._pack_gate(config)
-        self._packs = None if gate is None else PackCheck(gate, self._exchange, self._say)
-        self._batcher = self._make_batcher(config, row_limit(findings))
+        if self.config.pad_token_id is None and known is not None:
+            self.config = replace(self.config, pad_token_id=known)
+        self._batcher = self._training.batcher(self.config)
         # For windows whose loss is a sum over the targets of all batches; None: the first batch is going to tell.
-        summed = replace(config, loss_reduction="sum")
-        self._pooling = self._make_batcher(summed, row_limit(findings), is_pooling=True)
+        summed = replace(self.config, loss_reduction="sum")
+        self._pooling = self._training.batcher(summed, subtracts_lost=self._subtracts_lost)
 
-    def _pack_gate(self, config: PadMinConfig) -> PackGate | None:
-        """What decides whether rows are packed; None where they are not.
-
-        Raises:
-            ConfigError: `layout="pack"` where that is not supported, or would stay unproven.
-        """
-        if config.layout == "pad":
-            return None
-        trainer, why = self._trainer, why_not_packed(self._trainer, config)
-        if why is not None and config.layout == "pack":
-            raise ConfigError(f"layout='pack': {why}. Use layout='pad'")
-        if why is not None:
-            return None
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        told = self._say if config.layout == "auto" else None
-        return gate_of({"model": model}, config, trainer.compute_loss_context_manager, told)
-
-    def _make_batcher(self, config: PadMinConfig, limit: int | None, is_pooling: bool = False) -> MicroBatcher:
-        return MicroBatcher(
-            config,
-            exchange=self._exchange,
-            encoder_decoder=is_encoder_decoder(self._trainer.model),
-            before_reading=self._look_at_hooks,
-            row_limit=limit,
-            gate=self._gate,
-            asks_of_step=True,
-            subtracts_lost=is_pooling and self._subtracts_lost,
-        )
-
-    def _look_at_hooks(self) -> None:
-        """Those that are new, as the ones of an optimizer that `train` has made."""
+    def _look_at_hooks(self, training: Training) -> None:
+        """Those that are new, as the ones of an optimizer that `train` has made; the model may be another by then."""
         model = self._trainer.model_wrapped
-        self._hooks.look(self._trainer.accelerator.unwrap_model(model), wrapper=model)
-
-    def _guard(self, chunks: MicroBatches) -> MemoryGuard:
-        """Only with DistributedDataParallel do ranks meet in the last pass alone."""
-        accelerator = self._trainer.accelerator
-        board = board_of_all() if self._is_ddp and chunks.grows else board_alone
-        return MemoryGuard(chunks, board, accelerator.process_index)
-
-    @property
-    def _is_ddp(self) -> bool:
-        kind = self._trainer.accelerator.distributed_type
-        return kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-
-    @property
-    def _exchange(self) -> Exchange:
-        return exchange_all if self._trainer.accelerator.num_processes > 1 else exchange_alone
+        training.hooks.look(self._trainer.accelerator.unwrap_model(model), wrapper=model)
 
     # A training.
 
     def training(self) -> AbstractContextManager[None]:
         """Around a training, in which ranks hear why another one has ended."""
-        if self._announced is not None:
-            self._announced.agree_if_all_have_spoken()
-        return telling_others() if self.config.enabled else nullcontext()
+        self._session.agree_if_all_have_spoken()
+        return self._session.telling_others()
 
     def agree(self) -> None:
         """Once every rank has made its Trainer: all were given the same options."""
-        announced, self._announced = self._announced, None
-        if announced is not None:
-            announced.agree()
+        self._session.agree()
 
     # A window.
 
@@ -218,21 +160,20 @@ class Engine:
         if not self.config.enabled or not batches or num_items is None:
             return batches, num_items
         self._as_stock, self._lost = False, 0
-        if self.has_step_in_front:  # what it hands on is not known yet
+        if has_step_in_front(self._trainer):  # what it hands on is not known yet
             return batches, self._without_lost_of(batches, num_items)
         self._look_at_reduction(batches, num_items)
         if not self.pools:
             return batches, num_items
         self._prove(batches, num_items, self._pooling)
-        chunks = self._pooling.prepare_window(batches, may_pack=self._may_pack, min_micro_batches=len(batches))
-        self._look_at_models(self._pooling)
+        chunks = self._training.prepare_window(batches, by=self._pooling, min_micro_batches=len(batches))
         self._look_at_first_labels(chunks, num_items, self._pooling)
-        guard = self._guard(chunks)
+        guard = self._training.guard(chunks)
         num_items = self._without_lost(num_items, chunks, batches)
         count, self._dealt = len(batches), len(batches)
         parts = [range(k * len(chunks) // count, (k + 1) * len(chunks) // count) for k in range(count)]
         shares = [_Share(batch, chunks, part, guard) for batch, part in zip(batches, parts, strict=True)]
-        self._count(chunks.stats)
+        self._session.count(chunks.stats)
         return list(shares), num_items
 
     def _without_lost(self, num_items: Any, chunks: MicroBatches, batches: list[Any]) -> Any:
@@ -249,20 +190,11 @@ class Engine:
         """The same for batches that are going to be split one by one."""
         if not self._subtracts_lost or "shift_labels" in batches[0]:
             return num_items
-        lost = sum(self._pooling.read_together(batch)[1].lost_targets for batch in batches)
+        lost = sum(self._training.read(batch, by=self._pooling)[1].lost_targets for batch in batches)
         if self._trainer.args.average_tokens_across_devices:
-            lost = int(self._exchange([lost]).sum())
+            lost = int(self._topology.exchange([lost]).sum())
         self._lost = lost
         return num_items - lost if lost else num_items
-
-    @property
-    def has_step_in_front(self) -> bool:
-        """Whether a step of the user's calls ours, and may look at its batch, change it, or act on its gradient."""
-        if "training_step" in vars(self._trainer):
-            return True
-        kinds = type(self._trainer).__mro__
-        ours = next(k for k, each in enumerate(kinds) if each.__module__ == _MIXIN)
-        return step_of(*kinds[:ours]) is not None
 
     @property
     def _subtracts_lost(self) -> bool:
@@ -282,9 +214,7 @@ class Engine:
             lost = self._lost if num_items is not None else 0
             return stock(model, inputs, num_items + lost if lost else num_items)
         model.train()
-        wrong = batch_statistics(model)
-        if wrong is not None:
-            raise ArchitectureError(wrong)
+        refuse_batch_statistics(model)
         sums = bool(self.pools) and num_items is not None
         batcher = self._pooling if sums else self._batcher
         if self._dealt:
@@ -292,10 +222,9 @@ class Engine:
             chunks, indices, guard = inputs.chunks, inputs.indices, inputs.guard
         else:
             self._prove([inputs], num_items, batcher)
-            chunks = batcher.prepare(inputs, may_pack=self._may_pack)
-            self._look_at_models(batcher)
-            indices, guard = range(len(chunks)), self._guard(chunks)
-            self._count(chunks.stats)
+            chunks = self._training.prepare(inputs, by=batcher)
+            indices, guard = range(len(chunks)), self._training.guard(chunks)
+            self._session.count(chunks.stats)
         if self.pools and not sums:
             self._check_means(inputs)
         if not self._has_told:
@@ -323,7 +252,7 @@ class Engine:
         is_part = len(chunks) > 1 and (alone or isinstance(model, DistributedDataParallel))
         try:
             for k in indices:
-                hooks = self._hooks.around(k, len(chunks))
+                hooks = self._training.around(k, len(chunks))
                 with guard.around(k), hooks, self._synchronised(model, k == indices[-1]):
                     micro = chunks[k]
                     with (
@@ -368,7 +297,7 @@ class Engine:
             given = args[divisor] if len(args) > divisor else options.get("num_items_in_batch")
             if num_items is not None and (given is None or bool(given != num_items)):
                 raise TrainingStepError(
-                    f"{step_of(*type(trainer).__mro__) or 'training_step'} does not hand num_items_in_batch on as it "
+                    f"{own_step(trainer) or 'training_step'} does not hand num_items_in_batch on as it "
                     "is, and the loss is a sum over that number: hand it on, put the class in front of the mixin, "
                     "class MyTrainer(Mine, PadMinTrainerMixin, Trainer), or use PadMinConfig(enabled=False)"
                 )
@@ -383,7 +312,7 @@ class Engine:
         """Gradients are reduced, and DeepSpeed's engine steps, in the last chunk of a step only."""
         accelerator = self._trainer.accelerator
         with ExitStack() as stack:
-            if not is_last and self._is_ddp:
+            if not is_last and self._topology.kind == "ddp":
                 stack.enter_context(accelerator.no_sync(model))
             if not is_last and accelerator.distributed_type == DistributedType.DEEPSPEED:
                 state = accelerator.gradient_state
@@ -463,21 +392,11 @@ class Engine:
 
     def _prove(self, batches: list[Any], num_items: Any, batcher: MicroBatcher) -> None:
         """Finds out whether the loss takes packed rows; until it is known they are padded."""
-        check = self._packs
-        if check is None or not check.is_due:
-            return
-        read = batcher.read_window_together(batches)
-        check(batcher.pack_style, lambda style: self._gradients(read, num_items, batcher.config, packs=style))
-
-    @property
-    def _may_pack(self) -> bool:
-        """Whether it is known that the loss takes packed rows."""
-        return self._packs is not None and self._packs.has_passed
-
-    def _look_at_models(self, batcher: MicroBatcher) -> None:
-        """Packs are proven anew for models that have become others."""
-        if batcher.has_changed and self._packs is not None:
-            self._packs.again()
+        self._training.prove(
+            lambda by: by.read_window_together(batches),
+            lambda style, read: self._gradients(read, num_items, batcher.config, packs=style),
+            by=batcher,
+        )
 
     def _gradients(
         self,
@@ -487,7 +406,6 @@ class Engine:
         packs: PackStyle | None = None,
         first_labels: bool = False,
     ) -> Outcome | None:
-        batch, schema, table = read
         trainer: Any = self._trainer
         accelerator, model = trainer.accelerator, trainer.model_wrapped
 
@@ -499,46 +417,35 @@ class Engine:
 
         pools = config is self._pooling.config
         own = accelerator.unwrap_model(model)
-        sharded = accelerator.distributed_type == DistributedType.FSDP
-        if not sharded:
+        if self._topology.kind != "sharded":
             model = own  # DistributedDataParallel would take a call of its wrapper for a step
-        # What compute_loss logs itself is not of the training.
-        with replaced(trainer, log=lambda *_, **__: None):
-            return check_gradients(
-                loss,
-                batch,
-                schema,
-                table,
-                config,
-                own,
-                tolerance=0.1 if accelerator.mixed_precision not in ("no", None) else None,
-                exchange=self._exchange,
-                is_sharded=sharded,
-                packs=packs,
-                holders=holders_of(trainer),  # figures that compute_loss keeps in the Trainer are not of the check
-                first_labels=first_labels,
-                subtracts_lost=pools and self._subtracts_lost,
-                advice=Advice(_COUPLED, _STOP, _SUM if pools else None),
-            )
+        return check_step(
+            trainer,
+            self._topology,
+            loss,
+            read,
+            config,
+            own,
+            tolerance=0.1 if accelerator.mixed_precision not in ("no", None) else None,
+            packs=packs,
+            first_labels=first_labels,
+            subtracts_lost=pools and self._subtracts_lost,
+            advice=Advice(_COUPLED, _STOP, _SUM if pools else None),
+        )
 
     # Counts, and what is said.
 
-    def _count(self, stats: PaddingStats) -> None:
-        self.stats, self._since_log = self.stats + stats, self._since_log + stats
+    @property
+    def stats(self) -> PaddingStats:
+        """Counts of this rank's training passes."""
+        return self._session.stats
 
     def metrics(self) -> dict[str, float | int]:
         """`padmin/*` since the last call, over all ranks, ratios last; to be called on every rank."""
-        if not self.config.enabled:
-            return {}
-        merged = PaddingStats.merge_ranks(np.asarray(self._exchange(self._since_log.as_counts())))
-        self._since_log = PaddingStats()
-        return merged.metrics(self.config.log_prefix) if merged.batches else {}
+        return self._session.metrics(self._topology)
 
     def _say(self, words: str) -> None:
-        if self._trainer.accelerator.is_main_process:
-            warnings.warn(f"PadMinTrainerMixin: {words}", PadMinWarning, stacklevel=3)
+        self._session.notices(words, key=words)
 
-
-_MIXIN = __name__.rpartition(".")[0] + ".mixin"
 
 __all__ = ["Engine"]

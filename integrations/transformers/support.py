@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from accelerate.utils import DistributedType
 from transformers import Trainer
 
-from lightning_padmin.architectures import refuse_noise_of
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.integrations.common import check_hooks
-from lightning_padmin.verification import needs_rows
+from lightning_padmin.integrations.common import check_hooks, needs_rows, refuse_data_parallel, refuse_noise_of
 
 # method -> first parameters, as checked with transformers 5.24
 _EXPECTED = {
@@ -50,8 +47,7 @@ def refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
             f"label_smoothing_factor={args.label_smoothing_factor}: this model's loss is a mean over each batch, and "
             "the smoothed one is a mean of its own. Set label_smoothing_factor=0"
         )
-    if getattr(args, "n_gpu", 1) > 1:
-        raise ConfigError(f"n_gpu={args.n_gpu}: DataParallel splits batches by itself. Start one process per device")
+    refuse_data_parallel(trainer)
     if config.mode not in ("auto", "split"):
         raise ConfigError(
             f"mode={config.mode!r}: PadMinTrainerMixin splits batches. Use mode='split', or call the model "
@@ -63,9 +59,9 @@ def refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
 
 def why_not_packed(trainer: Any, config: PadMinConfig) -> str | None:
     """What speaks against rows in packs; None: nothing that can be seen from here."""
-    kind = trainer.accelerator.distributed_type
-    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        return f"under {kind.value} the passes of the leak test are collective, which was not tried"
+    kind = trainer.accelerator.distributed_type.value
+    if kind in ("FSDP", "DEEPSPEED"):
+        return f"under {kind} the passes of the leak test are collective, which was not tried"
     if config.check == "off":
         return "check='off' would leave unproven that your loss takes packed rows"
     if trainer.label_smoother is not None:

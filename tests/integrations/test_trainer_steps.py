@@ -16,8 +16,7 @@ from lightning_padmin import PadMinConfig
 from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.architectures.gradient_hooks import GradientHookError
 from lightning_padmin.errors import ConfigError, TrainingStepError
-from lightning_padmin.integrations.transformers import PadMinTrainerMixin
-from lightning_padmin.integrations.transformers.engine import Engine
+from lightning_padmin.integrations.transformers import PadMinTrainerMixin, engine
 
 BUDGET = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=0)
 
@@ -278,7 +277,7 @@ def test_in_front_with_an_entry_that_only_the_step_knows(tmp_path: Path, monkeyp
 def test_control_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with rows regrouped, these would train something else, or are refused."""
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    monkeypatch.setattr(Engine, "has_step_in_front", False)
+    monkeypatch.setattr(engine, "has_step_in_front", lambda trainer: False)
     for kind, match in ((FGM, "came twice"), (Changes, "another batch came"), (WritesLabels, "was written into")):
         with pytest.raises(TrainingStepError, match=f"{match}, after rows of 2 batches.*in front of the mixin"):
             train(before(kind), tmp_path, **options)

@@ -146,6 +146,20 @@ def train(
     return record
 
 
+def test_only_one_attribute_is_added(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    stock, ours = (kind(model=llama(), args=arguments) for kind in (Trainer, Ours))
+    assert vars(ours).keys() - vars(stock).keys() == {"_padmin"}
+    assert {name for name in vars(PadMinTrainerMixin) if not name.startswith("__")} == {
+        "_padmin",
+        "get_batch_samples",
+        "log",
+        "padding_stats",
+        "train",
+        "training_step",
+    }
+
+
 def apart(found: Record, wanted: Record) -> float:
     assert len(found.gradients) == len(wanted.gradients) > 1
     pairs = zip(found.gradients, wanted.gradients, strict=True)
