@@ -13,7 +13,7 @@ ones (GRPO, RLOO) `mode` of the configuration says how:
     auto      split where the trainer's own loss separates over rows (checked on the first window that can tell), else
               replay; joint for the balance loss of experts and for losses that run the model themselves
 
-The mixin only passes calls on to `online.Engine`, which it keeps in one attribute.
+The mixin only passes calls on to an engine, `online.Engine` or `offline.OfflineEngine`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig, resolve_for_class
-from lightning_padmin.distributed import Announcement, announce, telling_others
+from lightning_padmin.integrations.common import Session
 from lightning_padmin.stats import PaddingStats
 
 _NEEDS = "trl>=0.29"
@@ -60,19 +60,19 @@ class PadMinMixin:
         ArchitectureError: the model's outputs for a row depend on the rows that run with it.
     """
 
-    _padmin_announced: Announcement
-    _padmin: Engine | OfflineEngine | None = None  # while the stock constructor runs, and with enabled=False
+    _padmin_session: Session | None = None  # while the stock constructor runs
+    _padmin: Engine | OfflineEngine | None = None  # then too, and with enabled=False
 
     def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
         config = resolve_for_class(padmin)
         if config.enabled:
             refuse_class(type(self))
         super().__init__(*args, **options)
-        announced = announce("PadMinMixin", config)
-        if announced.is_due:  # until the first step
-            self._padmin_announced = announced
+        session = Session("PadMinMixin", config, is_main=lambda: self.accelerator.is_main_process)  # type: ignore[attr-defined]
+        self._padmin_session = session
+        session.announce()
         if config.enabled and is_offline(type(self)):
-            self._padmin = OfflineEngine(self, config)
+            self._padmin = OfflineEngine(self, session)
         elif config.enabled:
             self._padmin = Engine(self, config, super()._get_per_token_logps_and_entropies)  # type: ignore[misc]
 
@@ -83,14 +83,14 @@ class PadMinMixin:
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Stock, from the beginning of an accumulation window, wherever an earlier training was given up."""
-        announced: Announcement | None = vars(self).get("_padmin_announced")
-        if announced is not None:
-            announced.agree_if_all_have_spoken()
-        if self._padmin is None:
-            return super().train(*args, **options)  # type: ignore[misc]
-        self._padmin.reset()
-        with telling_others():
-            return super().train(*args, **options)  # type: ignore[misc]
+        stock = super().train  # type: ignore[misc]
+        if self._padmin_session is None:
+            return stock(*args, **options)
+        self._padmin_session.agree_if_all_have_spoken()
+        if self._padmin is not None:
+            self._padmin.reset()
+        with self._padmin_session.telling_others():
+            return stock(*args, **options)
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """The stock batches of an accumulation window; looked at where parameters are sharded."""
@@ -101,9 +101,8 @@ class PadMinMixin:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: its share of the window's chunks."""
-        announced: Announcement | None = vars(self).pop("_padmin_announced", None)
-        if announced is not None:  # by now every rank has made its trainer
-            announced.agree()
+        if self._padmin_session is not None:  # by now every rank has made its trainer
+            self._padmin_session.agree()
         stock = super().training_step  # type: ignore[misc]
         step = stock if self._padmin is None else self._padmin.step_in_place_of(stock)
         loss: Tensor = step(model, inputs, num_items_in_batch)
