@@ -32,7 +32,6 @@ from lightning_padmin.integrations.common import (
 )
 from lightning_padmin.integrations.trl import hooks as trl_stock
 from lightning_padmin.integrations.trl.support import refuse_what_needs_many_batches
-from lightning_padmin.stats import PaddingStats
 
 _LOGITS_OF_KTO = (
     "KTO before TRL 1.16 logs logits/chosen and logits/rejected as means over padding too, where there are zeros now: "
@@ -51,6 +50,9 @@ class OfflineEngine:
         trainer: an SFT, DPO, Reward or KTO trainer, set up.
         session: of the mixin.
 
+    Attributes:
+        session: the same.
+
     Raises:
         ConfigError: a mode, model or setting that is not supported; names the fix.
         ArchitectureError: the model's outputs for a row depend on the rows that run with it.
@@ -60,7 +62,7 @@ class OfflineEngine:
         config = session.config
         _refuse_unsupported(trainer, config)
         backbones(trainer)  # refuses now, not in the first step
-        self._trainer, self._session, self._topology = trainer, session, topology_of(trainer)
+        self._trainer, self.session, self._topology = trainer, session, topology_of(trainer)
         self._training = Training(
             session,
             trainer.accelerator.unwrap_model(trainer.model),
@@ -95,7 +97,7 @@ class OfflineEngine:
                 self._check(inputs, *args, **options)
             with self._training.around(0, 2), self._chunked(inside) as calls:
                 result = stock(model, inputs, *args, **options)
-            self._session.count(replace(calls.total, loss_tokens=trl_stock.loss_tokens(inputs)))
+            self.session.count(replace(calls.total, loss_tokens=trl_stock.loss_tokens(inputs)))
             return result
 
         return training_step
@@ -126,7 +128,7 @@ class OfflineEngine:
         if trl_stock.distributed_type(self._trainer) == "FSDP":
             self._check_shards(batches[0], num_items_in_batch)
         else:
-            self._session.notices(
+            self.session.notices(
                 f"under DeepSpeed the first batch of {type(self._trainer).__name__} is not checked (its engine takes "
                 "every backward pass for a step's). A few steps on one device, or under DDP or FSDP, tell whether your "
                 "loss reads padding; check='off' silences this"
@@ -159,14 +161,9 @@ class OfflineEngine:
     def _without_trace(self) -> Callable[[], AbstractContextManager[None]]:
         return partial(trl_stock.without_trace, self._trainer)
 
-    @property
-    def stats(self) -> PaddingStats:
-        """Counts of this rank's training passes."""
-        return self._session.stats
-
     def metrics(self) -> dict[str, float | int]:
         """Counts over all ranks since the last time, ratios last. A collective."""
-        return self._session.metrics(self._topology)
+        return self.session.metrics(self._topology)
 
 
 def backbones(trainer: Any) -> dict[str, nn.Module]:
@@ -175,9 +172,7 @@ def backbones(trainer: Any) -> dict[str, nn.Module]:
     Raises:
         ConfigError: a model whose backbone is not to be found.
     """
-    unwrap = trainer.accelerator.unwrap_model
-    models = {"model": trainer.model, "ref_model": getattr(trainer, "ref_model", None)}
-    return {name: _backbone(name, unwrap(model)) for name, model in models.items() if model is not None}
+    return {name: _backbone(name, model) for name, model in trl_stock.models_of(trainer).items()}
 
 
 def _refuse_difference(found: Apart) -> None:

@@ -438,7 +438,7 @@ def test_trl_steps_that_act_on_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
         found = trl_cases.train(ours, TWO_STEPS, trl_cases.padmin("split", token_budget=40, launch_cost=1))
         trl_cases.same(found, stock)
         assert found.trainer.padding_stats.micro_batches > 2
-    monkeypatch.setattr("lightning_padmin.integrations.trl.hooks.step_of", lambda *_: None)
+    monkeypatch.setattr("lightning_padmin.integrations.trl.hooks.has_own_step", lambda *_: False)
     for _, ours in kinds.values():  # negative control: rows of both micro-batches regrouped
         found = trl_cases.train(ours, TWO_STEPS, trl_cases.padmin("split", token_budget=40, launch_cost=1))
         assert trl_cases.gradient_difference(found, stock) > 0.05
@@ -452,7 +452,7 @@ def test_trl_steps_that_send_their_loss_backward(monkeypatch: pytest.MonkeyPatch
     trl_cases.same(found, wanted)
     with pytest.raises(ConfigError, match=r"mode='split': Triples.training_step .*Set mode='joint'"):
         trl_cases.build(ours, ONCE, trl_cases.padmin("split", token_budget=40, launch_cost=1))
-    monkeypatch.setattr("lightning_padmin.integrations.trl.support.own_backward", lambda *_: None)
+    monkeypatch.setattr("lightning_padmin.integrations.trl.support.backward_of_step", lambda *_: None)
     found = trl_cases.train(ours, ONCE, trl_cases.padmin("split", token_budget=40, launch_cost=1))  # negative control
     assert trl_cases.gradient_difference(found, wanted) > 0.05
 

@@ -226,7 +226,7 @@ def test_where_a_sharded_check_is_left_out_it_is_said_once(recwarn: pytest.Warni
         made: Any = OfflineEngine.__new__(OfflineEngine)
         accelerator = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_main_process=main)
         made._trainer, made._sharded_check_is_due = SimpleNamespace(accelerator=accelerator), True
-        made._session = Session("PadMinMixin", PadMinConfig(), is_main=main)
+        made.session = Session("PadMinMixin", PadMinConfig(), is_main=main)
         return made
 
     first = engine(main=True)
