@@ -1,6 +1,6 @@
 """`PadMinTrainerMixin` for the Trainer of transformers and its subclasses."""
 
-from lightning_padmin.integrations.transformers.trainer import PadMinTrainerMixin
+from lightning_padmin.integrations.transformers.mixin import PadMinTrainerMixin
 
 __all__ = [
     "PadMinTrainerMixin",

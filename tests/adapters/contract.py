@@ -581,9 +581,15 @@ def equal_weights() -> Iterator[None]:
             from lightning_padmin.integrations.trl_window import Window
 
             split, pull = Passes._split, Window.pull
+
+            def pulled(self: Any, chunk: int, scores: Any) -> Tensor:
+                masks = [entry.inputs["completion_mask"] for entry in self.entries]
+                mine = sum(float(masks[e][rows].sum()) for e, (_, rows) in self.places(chunk).items())
+                share = max(mine, 1.0) / sum(float(mask.sum()) for mask in masks)
+                return pull(self, chunk, scores) / share / len(self.batches)
+
             stack.enter_context(mock.patch.object(Passes, "_split", trl_cases.equally(split)))
-            shared = mock.patch.object(Window, "pull", lambda self, *args: pull(self, *args) / len(self.batches))
-            stack.enter_context(shared)
+            stack.enter_context(mock.patch.object(Window, "pull", pulled))
         yield
 
 

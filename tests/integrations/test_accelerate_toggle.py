@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_padmin import PadMinConfig, run
 from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.cli import launch
-from lightning_padmin.config import Resolved, environment, launch_arguments, read_variables, resolve
+from lightning_padmin.config import Resolved, accelerate_file, environment, launch_arguments, read_variables, resolve
 from lightning_padmin.config.options import option_names
 from lightning_padmin.errors import BatchError, ConfigError
 from lightning_padmin.integrations.accelerate import PadMin
@@ -223,7 +223,7 @@ def test_the_file_is_found_as_the_launcher_does(tmp_path: Path, monkeypatch: pyt
 
     default = written(tmp_path / "default.yaml", {})
     monkeypatch.setattr(config_args, "default_config_file", str(default))
-    found = environment.config_file_of
+    found = accelerate_file.config_file_of
     assert found(["--config_file", "a.yaml", "x.py"], tmp_path) == tmp_path / "a.yaml"
     assert found(["--config-file", "/b.yaml", "--num_processes", "2", "x.py", "--config_file", "no"], tmp_path) == Path(
         "/b.yaml"

@@ -22,32 +22,6 @@ from lightning_padmin import PadMinWarning
 EXACT = 1e-12
 
 
-class RowWeights(Module):
-    """sum(u * row loss) / sum(u), u from the batch."""
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        losses = support.token_losses(self.model(batch["input_ids"]), batch["labels"])
-        rows = losses.sum(1) / (batch["labels"][:, 1:] != -100).sum(1).clamp(min=1)
-        return (batch["u"] * rows).sum() / batch["u"].sum()
-
-
-class LossMask(Module):
-    """A mean over tokens weighed by an entry of the batch."""
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        losses = support.token_losses(self.model(batch["input_ids"]), batch["labels"])
-        weight = batch["loss_mask"][:, 1:]
-        return (losses * weight).sum() / weight.sum()
-
-
-class Aligned(Module):
-    """Labels line up with logits: no shift."""
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self.model(batch["input_ids"])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-
-
 class Checkpointed(Module):
     """Activations of the recurrent layer are computed again in the backward pass."""
 
@@ -71,14 +45,6 @@ class ShortRowHead(Module):
         if short.any():
             logits = logits + short[:, None, None] * self.model.bias
         return support.reduce_loss(support.token_losses(logits, batch["labels"]), batch["labels"], self.how)
-
-
-class Frozen(Module):
-    """The embedding is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.embedding.requires_grad_(False)
 
 
 class BatchOnly(Module):
@@ -114,19 +80,6 @@ def with_divisor(batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]
     return [batch | {"targets": torch.tensor(200.0 + index)} for index, batch in enumerate(batches)]
 
 
-def with_u(batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Row weights; the one of the longest row, which runs alone, is the largest."""
-    return [batch | {"u": batch["attention_mask"].sum(1).double() ** 1.5} for batch in batches]
-
-
-def with_loss_mask(batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    def mask(batch: dict[str, Tensor]) -> Tensor:
-        position = torch.arange(batch["labels"].shape[1], dtype=torch.float64)
-        return (batch["labels"] != -100) * (1 + position % 3)
-
-    return [batch | {"loss_mask": mask(batch)} for batch in batches]
-
-
 def lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4)
 
@@ -145,11 +98,10 @@ class Scenario:
 
 
 WINDOW = {"batches": partial(ragged_batches, 5)}
+# More of them, the same on every adapter: `tests/adapters/contract.py`.
 SCENARIOS: dict[str, Scenario] = {
-    "one batch": Scenario(batches=partial(ragged_batches, 1)),
     "several batches, two epochs": Scenario(**WINDOW, trainer={"max_epochs": 2}),
     "accumulate 2, ragged tail": Scenario(**WINDOW, trainer={"accumulate_grad_batches": 2}),
-    "accumulate 3, ragged tail": Scenario(**WINDOW, trainer={"accumulate_grad_batches": 3, "max_epochs": 2}),
     "epoch shorter than the window": Scenario(trainer={"accumulate_grad_batches": 7}),
     "clip norm, AdamW": Scenario(partial(Module, optimizer=adamw), trainer={"gradient_clip_val": 0.05}),
     "clip value, AdamW": Scenario(
@@ -158,34 +110,20 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "LBFGS": Scenario(partial(Module, optimizer=lbfgs), tolerance=1e-10),
     "closure called twice": Scenario(TwiceClosed),
-    "row-mean": Scenario(partial(Module, "row-mean"), options={"loss_reduction": "row-mean"}),
     "sequence-mean": Scenario(partial(Module, "row-mean"), options={"loss_reduction": "sequence-mean"}),
-    "sum": Scenario(partial(Module, "sum"), options={"loss_reduction": "sum"}),
     "sum, accumulate 2": Scenario(
         partial(Module, "sum"), options={"loss_reduction": "sum"}, trainer={"accumulate_grad_batches": 2}
     ),
     "sum over a given divisor": Scenario(
         OwnDivisor, lambda: with_divisor(ragged_batches()), options={"loss_reduction": "sum"}
     ),
-    "row weights": Scenario(
-        RowWeights, lambda: with_u(ragged_batches()), options={"loss_reduction": lambda batch: batch["u"]}
-    ),
-    "loss mask": Scenario(LossMask, lambda: with_loss_mask(ragged_batches()), options={"loss_mask_key": "loss_mask"}),
-    "labels without shift": Scenario(Aligned, options={"label_shift": 0}),
     "normalize global, one rank": Scenario(options={"normalize": "global"}),
-    "greedy plan": Scenario(options={"method": "greedy"}),
-    "max_rows 2": Scenario(options={"max_rows": 2}),
-    "widths rounded to 5": Scenario(options={"pad_to_multiple_of": 5, "token_budget": 30}),
     "prompts of four tokens": Scenario(batches=partial(ragged_batches, prompt=4)),
-    "rows without labels": Scenario(
-        batches=lambda: [make_batch(LENGTHS, seed=seed, without_loss=(3, 4, 8)) for seed in range(3)]
-    ),
     "checkpointed activations": Scenario(Checkpointed),
     "parameter outside of micro-batch 0": Scenario(ShortRowHead),
     "the same, AdamW, accumulate 2": Scenario(
         partial(ShortRowHead, optimizer=adamw), **WINDOW, trainer={"accumulate_grad_batches": 2}
     ),
-    "frozen parameters": Scenario(Frozen),
     "training_step(batch)": Scenario(BatchOnly),
     "loss of shape (1,)": Scenario(VectorLoss),
     "dictionary output": Scenario(partial(Module, output=lambda batch, loss: {"loss": loss})),

@@ -14,7 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from lightning_padmin import MicroBatcher, MicroBatches, PaddedForward, PadMinConfig, PadMinWarning, verify_equivalence
-from lightning_padmin.architectures.findings import ArchitectureError, refuse_architecture
+from lightning_padmin.architectures import ArchitectureError, screen
 
 
 def given_losses(losses: list[list[float]]) -> dict[str, Tensor]:
@@ -241,4 +241,4 @@ def test_r57_chunks_of_the_model_call_count_the_balance_loss_once(lengths: list[
     per_part = sum(weight * float(outputs.aux_loss) for outputs, weight in parts)
     assert abs(per_part - float(wanted.aux_loss)) > 1e-3, "the fault: the shares of a sum are no balance"
     with pytest.raises(ArchitectureError, match=r"balance loss of weight 0\.5"):
-        refuse_architecture(model)
+        screen(model).refuse()
