@@ -3,34 +3,79 @@
 An adapter asks for a `Session`, which it has for its whole life, and for a `Training` of each model, through which its
 batches go. It keeps what differs: who calls backward, when gradients are zeroed, how micro-batches map to steps.
 
-    session     options, counts, words to the user and to other ranks, the loop that is open
-    training    one model: what is known of it, its batchers, the way of a batch
-    topology    how processes lie, and so when they meet
-    deepspeed   several backward passes where DeepSpeed's engine expects one
-    empty_loss  losses of 0/0 made a zero in the graph
-    versions    releases, and private hooks that are not those that were checked
+    session      options, counts, words to the user and to other ranks, the loop that is open
+    training     one model: what is known of it, its batchers, the way of a batch
+    first_batch  which of the first batches are checked
+    topology     how processes lie, and so when they meet
+    trainers     what Trainers of transformers and of TRL have alike
+    two_ways     gradients of one loss in two ways
+    deepspeed    several backward passes where DeepSpeed's engine expects one
+    empty_loss   losses of 0/0 made a zero in the graph
+    versions     releases, and private hooks that are not those that were checked
+    backward     what a function would do to parts of gradients
 """
 
+from lightning_padmin.architectures import refuse_batch_statistics, refuse_noise_of
+from lightning_padmin.integrations.common.backward import acts_on_gradients, reenters
 from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
 from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined, zero_of_parameters
+from lightning_padmin.integrations.common.first_batch import FirstBatches
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.topology import Kind, Topology, ddp_of, has_static_graph
-from lightning_padmin.integrations.common.training import Training
+from lightning_padmin.integrations.common.trainers import (
+    backward_of_step,
+    check_step,
+    has_own_step,
+    has_step_in_front,
+    look_for_whole_steps,
+    own_step,
+    refuse_data_parallel,
+    topology_of,
+    untouched_trainer,
+)
+from lightning_padmin.integrations.common.training import Read, Training
+from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
 from lightning_padmin.integrations.common.versions import check_hooks, release, what_changed
+from lightning_padmin.runtime import RandomState, replaced
+from lightning_padmin.verification import Advice, OneLoss, Outcome, needs_rows
 
 __all__ = [
+    "Advice",
+    "Apart",
+    "FirstBatches",
     "Kind",
+    "OneLoss",
+    "Outcome",
+    "RandomState",
+    "Read",
     "Session",
     "Topology",
     "Training",
     "accumulation_boundary",
+    "acts_on_gradients",
+    "apart",
+    "apart_on_shards",
+    "backward_of_step",
     "check_hooks",
+    "check_step",
     "collected_outputs",
     "ddp_of",
     "defined",
     "find_engine",
+    "has_own_step",
     "has_static_graph",
+    "has_step_in_front",
+    "look_for_whole_steps",
+    "needs_rows",
+    "own_step",
+    "reenters",
+    "refuse_batch_statistics",
+    "refuse_data_parallel",
+    "refuse_noise_of",
     "release",
+    "replaced",
+    "topology_of",
+    "untouched_trainer",
     "what_changed",
     "zero_of_parameters",
 ]

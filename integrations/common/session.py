@@ -6,6 +6,7 @@ keeps what differs between frameworks: who calls backward, when gradients are ze
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -68,10 +69,11 @@ class Session:
     ) -> None:
         self.name, self.config, self._tell, self._refusal = name, config, tell, refusal
         self.meter, self.loops = PaddingMeter(config.log_prefix), LoopGuard()
-        self.notices = Notices(name if signs else "", is_main)
+        self._speaker = name if signs else "", is_main
+        self.notices = self.new_notices()
         self._announced: Announcement | None = None
         self._has_agreed = False
-        self._trainings: weakref.WeakKeyDictionary[nn.Module, Training] = weakref.WeakKeyDictionary()
+        self._trainings: weakref.WeakKeyDictionary[nn.Module, Training] | None = None  # which cannot be pickled
 
     # What is said.
 
@@ -79,6 +81,10 @@ class Session:
         """Tells the user, under the adapter's name; no warning."""
         if self._tell is not None:
             self._tell(f"{self.name}: {words}")
+
+    def new_notices(self) -> Notices:
+        """Says warnings, each once in the life of what is returned."""
+        return Notices(*self._speaker)
 
     # Ranks are set up alike.
 
@@ -138,6 +144,8 @@ class Session:
 
     def training(self, model: nn.Module, make: Callable[[], Training]) -> Training:
         """The training of a model that comes with every batch; made when it comes first, kept as long as the model."""
+        if self._trainings is None:
+            self._trainings = weakref.WeakKeyDictionary()
         if model not in self._trainings:
             self._trainings[model] = make()
         return self._trainings[model]
@@ -217,7 +225,8 @@ class Session:
         return self.meter.flush(exchange, is_copy=is_copy)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_announced": None, "loops": LoopGuard(), "_trainings": weakref.WeakKeyDictionary()}
+        without: dict[str, Any] = {"_announced": None, "loops": LoopGuard(), "_trainings": None}
+        return vars(self) | without | {"meter": copy.copy(self.meter)}
 
 
 __all__ = ["Around", "Session"]

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_padmin.architectures import Findings, HookWatch, Tolerable, refuse_batch_statistics, screen, words_of
 from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.integrations.common.topology import Topology
 from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, PackStyle
-from lightning_padmin.verification import Outcome, PackCheck, PackGate
+from lightning_padmin.verification import Outcome, PackCheck, PackGate, check_gradients
 
 if TYPE_CHECKING:
     from lightning_padmin.integrations.common.session import Session
@@ -41,13 +41,14 @@ class Training:
             may hold a reference to the model.
         tolerate: findings that are no refusal here, see `screen`; `width` too.
         width: what widths are rounded to, where a model that needs another number is refused.
-        gate: decides whether rows are packed.
-        asks_of_step: whether rows are packed depends on the step too: not before `packs` has seen it take them.
-        proves_step: `packs` is going to look at the step.
+        gate: see `use_gate`; `asks_of_step` too.
+        asks_of_step: see there.
 
     Attributes:
+        notices: says warnings, each once in this training.
         findings: what is known of the model.
         hooks: looks after hooks on gradients.
+        gate: decides whether rows are packed; None: they are padded.
         packs: whether the step takes packs; None where nobody asks.
         has_passed: whether `heed` has found nothing to refuse.
     """
@@ -65,7 +66,6 @@ class Training:
         width: int | None = None,
         gate: PackGate | None = None,
         asks_of_step: bool = False,
-        proves_step: bool = False,
     ) -> None:
         self._session, self.topology = session, topology
         self._model = weakref.ref(model)
@@ -74,9 +74,9 @@ class Training:
         self._check = check or Training.check
         self.findings: Findings = screen(model, tolerate=tolerate, width=width)
         self.hooks = HookWatch(fix_of_hooks)
-        self._gate, self._asks_of_step = gate, asks_of_step
-        proven = gate if proves_step else None
-        self.packs = None if proven is None else PackCheck(proven, topology.exchange, session.notices)
+        self.notices = session.new_notices()
+        self.packs: PackCheck | None = None
+        self.use_gate(gate, asks_of_step=asks_of_step)
         self._batcher: MicroBatcher | None = None
 
     @property
@@ -131,7 +131,22 @@ class Training:
         """Around forward and backward pass of a micro-batch, for hooks on gradients."""
         return self.hooks.around(index, count)
 
+    def look_late(self, index: int, count: int) -> None:
+        """Looks, before a micro-batch's backward pass, at hooks that its step has put there."""
+        self.hooks.look_late(self.model, index, count)
+
     # Batchers.
+
+    def use_gate(self, gate: PackGate | None, *, asks_of_step: bool) -> None:
+        """Rows may be packed; to be called before batchers are made, where it is not known from the start.
+
+        Args:
+            gate: see `Session.pack_policy`.
+            asks_of_step: not before `packs` has seen the training step take packs, too.
+        """
+        self.gate = gate
+        if gate is not None and asks_of_step:
+            self.packs = PackCheck(gate, self.topology.exchange, self.notices)
 
     def batcher(self, config: PadMinConfig | None = None, **differs: Any) -> MicroBatcher:
         """One for this model.
@@ -145,8 +160,8 @@ class Training:
             "encoder_decoder": self.findings.is_encoder_decoder,
             "before_reading": self._before_reading,
             "row_limit": self.findings.row_limit,
-            "gate": self._gate,
-            "asks_of_step": self._asks_of_step,
+            "gate": self.gate,
+            "asks_of_step": self.packs is not None,
         }
         return MicroBatcher(self.findings.options(config or self._session.config), **(known | differs))
 
@@ -195,7 +210,7 @@ class Training:
     @property
     def may_pack(self) -> bool:
         """Whether nothing is left to prove of the step; whether the model keeps rows apart, the gate knows."""
-        return not self._asks_of_step or (self.packs is not None and self.packs.has_passed)
+        return self.packs is None or self.packs.has_passed
 
     def prove(
         self,
@@ -215,6 +230,18 @@ class Training:
         batcher = by or self.main
         found = read(batcher)
         self.packs(batcher.pack_style, lambda style: gradients(style, found))
+
+    def gradients(self, loss: Callable[[Any], Tensor], read: Read, config: PadMinConfig, **how: Any) -> Outcome | None:
+        """Compares gradients of a few rows of a batch as it came with those of the rows apart; on all ranks.
+
+        Args:
+            loss: of a batch, as training takes it.
+            read: the batch.
+            config: what is declared of it.
+            how: see `check_gradients`.
+        """
+        known: dict[str, Any] = {"exchange": self.topology.exchange, "is_sharded": self.topology.kind == "sharded"}
+        return check_gradients(loss, *read, config, self.model, **(known | how))
 
     def guard(self, micro_batches: MicroBatches, *, last: int | None = None, tells: bool = True) -> MemoryGuard:
         """What stands around the passes of a batch, for memory that runs out; to be made on every rank.

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import nn
 
 from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.distributed import Exchange
-from lightning_padmin.errors import PadMinWarning
 from lightning_padmin.forward import Forwards, chunked, transformers_models
-from lightning_padmin.integrations.lightning.loop import has_collective_forwards, is_sharded, quiet_training_step
-from lightning_padmin.microbatching import MicroBatcher, PackStyle
-from lightning_padmin.verification import Advice, Outcome, PackCheck, PackGate, check_gradients
+from lightning_padmin.integrations.common import Advice, FirstBatches, Outcome, Read, Session, Training
+from lightning_padmin.integrations.lightning.loop import has_collective_forwards, quiet_training_step
+from lightning_padmin.microbatching import PackStyle
 
-_MOST_BATCHES, _MOST_WITHOUT_GRADIENT = 100, 5
+_MOST_WITHOUT_GRADIENT = 5
 _STOP = "use PadMinCallback(enabled=False)"
 _COUPLED = "Run the model in chunks with mode='joint', or " + _STOP
 _COUPLED_ELSEWHERE = (
@@ -36,35 +32,31 @@ class FirstBatchCheck:
 
     Args:
         trainer: the Trainer; its module's training_step is what is checked.
+        session: says what is found.
+        training: of the module.
         config: the declarations.
-        exchange: the collective.
         models: for joint mode, the models whose calls are chunked.
-        gate: decides whether rows are packed.
-        corrects: whether it is known that rolling corrects what this architecture makes of left padding.
+        kept: what stands in for these.
 
     Attributes:
-        is_due: whether another batch may tell more.
-        first_is_open: whether no batch has told yet if the loss takes labels on first tokens.
-        has_passed: whether the first batches have told all they can.
+        batches: which of them are checked.
+        module: whose step it is.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
+        session: Session,
+        training: Training,
         config: PadMinConfig,
-        exchange: Exchange,
         models: dict[str, nn.Module],
-        *,
-        corrects: bool = False,
-        gate: PackGate | None = None,
         kept: Forwards | None = None,
     ) -> None:
-        self._trainer, self._config, self._exchange = trainer, config, exchange
-        self._models, self._corrects, self._gate, self._kept = models, corrects, gate, kept
-        self._told, self._batches, self._without_gradient, self._first_batches = False, 0, 0, 0
+        self._trainer, self._session, self._training, self._config = trainer, session, training, config
+        self._models, self._kept = models, kept
         self._said: set[str] = set()
-        self.is_due = self.first_is_open = config.check == "first-batch"
-        self.has_passed, self.module = False, trainer.lightning_module
+        self.module, is_on = trainer.lightning_module, config.check == "first-batch"
+        self.batches = FirstBatches(is_on, most_without_gradient=_MOST_WITHOUT_GRADIENT)
 
     def __call__(
         self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable, shows_first: bool = False
@@ -80,110 +72,79 @@ class FirstBatchCheck:
         Raises:
             GradientCheckError: training would change; on all ranks, with the same message.
         """
-        if self.is_due:
+        if self.batches.is_due:
             self._check(kwargs, schema, table)
-        if shows_first and self.first_is_open:
-            self._first_batches += 1
-            outcome = self._outcome(kwargs, schema, table, first_labels=True)
-            told = outcome is not None and outcome.tells_first
-            self.first_is_open = not told and self._first_batches < _MOST_BATCHES
+        if shows_first and self.batches.first_is_open:
+            self.batches.heard_of_first_labels(self._outcome(kwargs, schema, table, first_labels=True))
 
     def _check(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
-        self._batches += 1
-        outcome = self._outcome(kwargs, schema, table, more_than_told=self._told)
-        if outcome is not None and (outcome.tells_first or (outcome.final and not outcome.told)):
-            self.first_is_open = False
-        self.is_due = self._batches < _MOST_BATCHES and not (outcome is not None and outcome.final)
-        self.has_passed = outcome is not None and outcome.told and outcome.final
+        batches = self.batches
+        had_told = batches.told
+        outcome = self._outcome(kwargs, schema, table, more_than_told=had_told)
+        batches.heard(outcome)
         if outcome is None:
-            if not self.is_due and not self._told:
-                _say(f"none of the first {self._batches} batches has two rows that carry loss: not checked", False)
-        elif not self._told:
-            self._told = outcome.told
-            self._without_gradient += not outcome.told
-            self.is_due = self.is_due and self._without_gradient < _MOST_WITHOUT_GRADIENT
-            mode = "joint" if self._models else "split"
-            if outcome.words not in self._said:
-                self._said.add(outcome.words)
-                _say(f"mode {mode}: {outcome.words}", outcome.notable and not (outcome.told and self._corrects))
+            if not batches.is_due and not had_told:
+                words = f"none of the first {batches.count} batches has two rows that carry loss: not checked"
+                self._session.tell(words)
+        elif not had_told and outcome.words not in self._said:
+            self._said.add(outcome.words)
+            words = f"mode {'joint' if self._models else 'split'}: {outcome.words}"
+            if outcome.notable and not (outcome.told and self._training.findings.corrects):
+                self._training.notices(words, key=words)
+            else:
+                self._session.tell(words)
 
     def _outcome(
         self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable, **options: Any
     ) -> Outcome | None:
-        module = self._trainer.lightning_module
-        can_be_joint = bool(self._models) or bool(transformers_models(module))
-        with quiet_training_step(self._trainer, kwargs) as loss:
-            return check_gradients(
-                loss,
-                kwargs["batch"],
-                schema,
-                table,
-                self._config,
-                module,
-                tolerance=_tolerance(self._trainer),
-                exchange=self._exchange,
-                joint=self._chunked if self._models else None,
-                alone=self._alone if self._models and self._gate is None else None,
-                is_sharded=is_sharded(self._trainer),
-                advice=Advice(_COUPLED if can_be_joint else _COUPLED_ELSEWHERE, _STOP),
-                **options,
-            )
+        can_be_joint = bool(self._models) or bool(transformers_models(self._trainer.lightning_module))
+        alone = self._models and self._training.gate is None
+        return _gradients(
+            self._trainer,
+            self._training,
+            kwargs,
+            (kwargs["batch"], schema, table),
+            self._config,
+            joint=self._chunked if self._models else None,
+            alone=self._alone if alone else None,
+            advice=Advice(_COUPLED if can_be_joint else _COUPLED_ELSEWHERE, _STOP),
+            **options,
+        )
 
     def _chunked(self) -> AbstractContextManager[Any]:
-        return chunked(self._models, self._config, self._chunk_exchange, self._gate, self._kept)
+        return self._in_chunks(self._config, self._training.gate, self._kept)
 
     def _alone(self) -> AbstractContextManager[Any]:
         # Without a budget of its own: that a row is over it is no news here.
-        return chunked(self._models, replace(self._config, max_rows=1, token_budget=None), self._chunk_exchange)
+        return self._in_chunks(replace(self._config, max_rows=1, token_budget=None))
 
-    @property
-    def _chunk_exchange(self) -> Exchange | None:
+    def _in_chunks(self, config: PadMinConfig, *more: Any) -> AbstractContextManager[Any]:
         """Ranks run equally many chunks where forward passes are collective."""
-        return self._exchange if has_collective_forwards(self._trainer) else None
+        exchange = self._training.topology.exchange if has_collective_forwards(self._trainer) else None
+        return chunked(self._models, config, exchange, *more)
 
 
 def pack_gradients(
     trainer: pl.Trainer,
+    training: Training,
     config: PadMinConfig,
-    exchange: Exchange,
     kwargs: OrderedDict[str, Any],
-    batcher: MicroBatcher,
-    check: PackCheck,
-) -> bool:
-    """Lets the check look at one batch; returns whether rows may be packed."""
-    schema, table = batcher.read_together(kwargs["batch"])
-
-    def gradients(style: PackStyle) -> Outcome | None:
-        with quiet_training_step(trainer, kwargs) as loss:
-            return check_gradients(
-                loss,
-                kwargs["batch"],
-                schema,
-                table,
-                config,
-                trainer.lightning_module,
-                tolerance=_tolerance(trainer),
-                exchange=exchange,
-                packs=style,
-                advice=Advice(off="use layout='pad'"),
-            )
-
-    return check(batcher.pack_style, gradients)
+    style: PackStyle,
+    read: Read,
+) -> Outcome | None:
+    """Compares the step on packs of a batch with the step on its rows as they came."""
+    return _gradients(trainer, training, kwargs, read, config, packs=style, advice=Advice(off="use layout='pad'"))
 
 
-def tell(words: str) -> None:
-    """Warns, on the first rank."""
-    _say(words, True)
-
-
-def _tolerance(trainer: pl.Trainer) -> float | None:
-    """Mixed precision computes in another dtype than the parameters'."""
-    return None if trainer.precision.startswith(("32", "64")) else 0.1
-
-
-@rank_zero_only  # type: ignore[untyped-decorator]
-def _say(words: str, notable: bool) -> None:
-    if notable:
-        warnings.warn(words, PadMinWarning, stacklevel=2)
-    else:
-        rank_zero_info(f"PadMinCallback: {words}")
+def _gradients(
+    trainer: pl.Trainer,
+    training: Training,
+    kwargs: OrderedDict[str, Any],
+    read: Read,
+    config: PadMinConfig,
+    **how: Any,
+) -> Outcome | None:
+    # Mixed precision computes in another dtype than the parameters'.
+    tolerance = None if trainer.precision.startswith(("32", "64")) else 0.1
+    with quiet_training_step(trainer, kwargs) as loss:
+        return training.gradients(loss, read, config, tolerance=tolerance, **how)

@@ -8,12 +8,12 @@ and checkpoints are those of the stock loop, and taking it out again is one assi
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
+import lightning
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -26,8 +26,18 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_padmin.forward import tensors
-from lightning_padmin.integrations.common import accumulation_boundary, find_engine
+from lightning_padmin.integrations.common import (
+    Kind,
+    Topology,
+    accumulation_boundary,
+    check_hooks,
+    collected_outputs,
+    defined,
+    find_engine,
+    release,
+    replaced,
+    zero_of_parameters,
+)
 from lightning_padmin.integrations.lightning.log_merge import (
     LogRecorder,
     LossMerge,
@@ -54,23 +64,13 @@ _EXPECTED: list[tuple[Any, str, list[str]]] = [
 
 def check_signatures() -> None:
     """Raises MisconfigurationException when this Lightning's private hooks are not those that were checked."""
-    import lightning
-
-    release = tuple(int(part) for part in lightning.__version__.split(".")[:3] if part.isdigit())
-    if release < OLDEST:
+    if release(lightning.__version__) < OLDEST:
         wanted = ".".join(map(str, OLDEST))
         raise MisconfigurationException(
             f"lightning {lightning.__version__}: PadMinCallback needs lightning>={wanted}. Upgrade it"
         )
-    for owner, name, expected in _EXPECTED:
-        function = getattr(owner, name, None)
-        found = list(inspect.signature(function).parameters) if function is not None else None
-        if found is None or found[: len(expected)] != expected:
-            where = f"{owner.__name__}.{name} " + ("is gone" if found is None else f"takes {found}")
-            raise MisconfigurationException(
-                f"lightning {lightning.__version__}: {where}, expected {expected}. PadMinCallback was checked with "
-                "2.5.2 and 2.6.6; use one of these until it supports this version"
-            )
+    advice = "PadMinCallback was checked with 2.5.2 and 2.6.6; use one of these until it supports this version"
+    check_hooks(_EXPECTED, "lightning", lightning.__version__, advice, MisconfigurationException)
 
 
 Prepare = Callable[[OrderedDict[str, Any]], MicroBatches]
@@ -244,10 +244,7 @@ class _SplitClosure(Closure):
     def _weighted(self, loss: Tensor, weight: float) -> Tensor:
         if self._micro_batches.table.has_loss or torch.isfinite(loss):
             return loss * weight
-        # A mean over no tokens is 0/0. Zero, but attached to every parameter: each rank must reduce every gradient.
-        parameters = [p for p in self._loop.trainer.lightning_module.parameters() if p.requires_grad]
-        terms = [(p.reshape(-1)[:1].sum() * 0).to(loss) for p in parameters]
-        return torch.stack(terms).sum()
+        return zero_of_parameters(self._loop.trainer.lightning_module.parameters(), loss)  # a mean over no tokens
 
     def _merge(self, outcomes: list[tuple[Tensor, dict[str, Any]] | None], loss: LossMerge) -> ClosureResult:
         present = [outcome for outcome in outcomes if outcome is not None]
@@ -274,33 +271,21 @@ def _zero_for_undefined_loss(module: LightningModule) -> Iterator[None]:
     For sharded parameters: they are gathered for the backward pass when a gradient reaches what modules have returned,
     the loss of the outermost one included. So zeros start at what the module's children return.
     """
-    found: list[Tensor] = []
-
-    def collect(child: torch.nn.Module, arguments: Any, output: Any) -> None:
-        found.extend(leaf for leaf in tensors(output) if leaf.requires_grad and torch.isfinite(leaf).all())
-
     original = module.training_step
 
-    @functools.wraps(original)
-    def training_step(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if loss is None or torch.isfinite(loss) or not found:
-            return output
-        zero = torch.stack([(each * 0).sum().to(loss) for each in found]).sum()
-        return {**output, "loss": zero} if isinstance(output, Mapping) else zero
+    with collected_outputs(_callable_children(module)) as found:
 
-    handles = [child.register_forward_hook(collect) for child in _callable_children(module)]
-    own = vars(module).get("training_step")
-    module.training_step = training_step
-    try:
-        yield
-    finally:
-        del module.training_step
-        if own is not None:
-            module.training_step = own
-        for handle in handles:
-            handle.remove()
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            zero = None if loss is None else defined(loss, found)
+            if zero is loss:
+                return output
+            return {**output, "loss": zero} if isinstance(output, Mapping) else zero
+
+        with replaced(module, training_step=training_step):
+            yield
 
 
 def _callable_children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -383,10 +368,13 @@ def install(trainer: Trainer, make: Callable[[_AutomaticOptimization], _Automati
     return restore
 
 
-def has_passes_of_its_own(trainer: Trainer) -> bool:
-    """Whether ranks meet in the last pass of a batch only, so that before it they can tell each other of errors."""
-    is_ddp = isinstance(trainer.strategy, DDPStrategy)
-    return is_ddp and not getattr(trainer.strategy.model, "static_graph", False)
+def topology_of(trainer: Trainer) -> Topology:
+    """Of a Trainer whose strategy is set up."""
+    strategy = trainer.strategy
+    # DeepSpeed's strategy is one of DDP, and its ranks tell each other of errors in the same places.
+    kind: Kind = "sharded" if is_sharded(trainer) else "ddp" if isinstance(strategy, DDPStrategy) else "single"
+    has_static_graph = bool(getattr(strategy.model, "static_graph", False))
+    return Topology(trainer.global_rank, trainer.world_size, kind, has_static_graph)
 
 
 def is_sharded(trainer: Trainer) -> bool:

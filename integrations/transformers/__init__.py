@@ -1,9 +1,11 @@
 """`PadMinTrainerMixin` for the Trainer of transformers and its subclasses.
 
-trainer  the class
+mixin    the class; it hands everything on to an engine
+engine   plans, checks, and the passes of a step
+support  what is refused, and the Trainer's methods, compared with those that were checked
 """
 
-from lightning_padmin.integrations.transformers.trainer import PadMinTrainerMixin
+from lightning_padmin.integrations.transformers.mixin import PadMinTrainerMixin
 
 __all__ = [
     "PadMinTrainerMixin",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_padmin.errors import ConfigError
+from lightning_padmin.integrations.common import RandomState
 from lightning_padmin.integrations.trl import hooks as trl_stock
-from lightning_padmin.integrations.trl.passes import Passes, RandomState, gradients_of, leaves_of
+from lightning_padmin.integrations.trl.passes import Passes, gradients_of, leaves_of
 from lightning_padmin.integrations.trl.window import Entry
 
 _TOLERANCE = 1e-4
@@ -103,6 +106,8 @@ def _calls_of(trainer: Any, model: Any) -> Iterator[list[None]]:
 def _draws(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None], draw: RandomState) -> float:
     """How far gradients differ with other random numbers: each chunk would draw its own."""
     with draw.again():
+        random.random()
+        np.random.random_sample()
         torch.rand(101)
         torch.rand(101, device=entry.buffers[0].device if entry.buffers[0] is not None else None)
         other = RandomState()

@@ -11,17 +11,17 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import trl
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer
 
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.runtime import DATA_OF_TRAINERS, AttributeState, holders_of
-from lightning_padmin.verification import step_of
+from lightning_padmin.integrations.common import check_hooks, has_own_step, replaced, untouched_trainer
+from lightning_padmin.integrations.common import release as release_of
 
 LOG_PROBS = "_get_per_token_logps_and_entropies"
 OLDEST = (0, 29)
@@ -34,6 +34,9 @@ _EXPECTED = {
     "_prepare_inputs": ["self"],
     "compute_loss_context_manager": ["self"],
 }
+_ADVICE = (
+    f"PadMinMixin was checked with {CHECKED}: use that, or PadMinConfig(enabled=False), until it supports this version"
+)
 POSITIONS = ("token_type_ids", "mm_token_type_ids")
 
 
@@ -43,8 +46,8 @@ def stock_class(kind: type) -> type | None:
 
 
 def release() -> tuple[int, ...]:
-    """Major and minor number of this TRL."""
-    return tuple(int(part) for part in trl.__version__.split(".")[:2] if part.isdigit())
+    """Of this TRL."""
+    return release_of(trl.__version__)
 
 
 def check_release() -> None:
@@ -58,31 +61,26 @@ def check_release() -> None:
 
 def check_signatures(stock: type) -> None:
     """Raises ConfigError when this TRL's private hooks are not those that were checked."""
-    for name, expected in _EXPECTED.items():
-        function = getattr(stock, name, None)
-        found = list(inspect.signature(function).parameters) if function is not None else None
-        if found is None or found[: len(expected)] != expected:
-            _raise_changed(f"{stock.__name__}.{name} " + ("is gone" if found is None else f"takes {found}"), expected)
+    check_hooks([(stock, name, expected) for name, expected in _EXPECTED.items()], "trl", trl.__version__, _ADVICE)
 
 
 def check_attributes(trainer: Any) -> None:
     """Raises ConfigError when a trainer does not keep what the mixin reads."""
     for name in ("_buffered_inputs", "_step", "_metrics"):
         if not hasattr(trainer, name):
-            _raise_changed(f"{type(trainer).__name__}.{name} is gone", "it")
-
-
-def _raise_changed(what: str, expected: object) -> None:
-    raise ConfigError(
-        f"trl {trl.__version__}: {what}, expected {expected}. PadMinMixin was checked with {CHECKED}: use that, or "
-        "PadMinConfig(enabled=False), until it supports this version"
-    )
+            raise ConfigError(f"trl {trl.__version__}: {type(trainer).__name__}.{name} is gone, expected it. {_ADVICE}")
 
 
 def distributed_type(trainer: Any) -> str:
     """NO, MULTI_GPU, FSDP, ..., as accelerate calls them."""
     name: str = trainer.accelerator.distributed_type.value
     return name
+
+
+def models_of(trainer: Any) -> dict[str, nn.Module]:
+    """The policy and, where there is one, the reference model, by name."""
+    models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
+    return {name: trainer.accelerator.unwrap_model(model) for name, model in models.items() if model is not None}
 
 
 def upcoming(trainer: Any, inputs: Mapping[str, Any], position: int) -> Sequence[Mapping[str, Any]]:
@@ -95,8 +93,7 @@ def upcoming(trainer: Any, inputs: Mapping[str, Any], position: int) -> Sequence
     """
     buffered = trainer._buffered_inputs
     # A step of the user's may act on the gradients of the rows that it has got.
-    has_step = "training_step" in vars(trainer) or step_of(*type(trainer).__mro__) is not None
-    if buffered is None or has_step or prepares_itself(type(trainer)):
+    if buffered is None or has_own_step(trainer) or prepares_itself(type(trainer)):
         return [inputs]
     first = trainer._step % trainer.args.steps_per_generation
     left = max(trainer.current_gradient_accumulation_steps - position, 1)
@@ -130,41 +127,18 @@ def plain_training_step(trainer: Any, model: Any, inputs: Any, num_items_in_batc
 
 
 @contextmanager
-def replaced(trainer: Any, **methods: Any) -> Iterator[None]:
-    """These in place of methods of the trainer, whichever class of it defines them."""
-    before = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
-    vars(trainer).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            vars(trainer).pop(name, None)
-        vars(trainer).update(before)
-
-
-@contextmanager
 def without_trace(trainer: Any) -> Iterator[None]:
     """Calls of the stock loss inside leave no metric, log and attribute, however deep, and run no collective."""
-    state = AttributeState(holders_of(trainer), DATA_OF_TRAINERS)
-    trainer.log = lambda *_, **__: None
-    trainer.accelerator = _Alone(trainer.accelerator)
-    trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
-    try:
-        with state.watching():
-            yield
-    finally:
-        state.restore()
-
-
-@contextmanager
-def as_if_synchronising(trainer: Any, ends_window: bool) -> Iterator[None]:
-    """Calls of the stock loss inside find an accelerator that is, or is not, at the end of an accumulation window."""
-    accelerator = trainer.accelerator
-    trainer.accelerator = _Stand(accelerator, ends_window)
-    try:
+    with untouched_trainer(trainer):
+        trainer.log = lambda *_, **__: None
+        trainer.accelerator = _Alone(trainer.accelerator)
+        trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
         yield
-    finally:
-        trainer.accelerator = accelerator
+
+
+def as_if_synchronising(trainer: Any, ends_window: bool) -> AbstractContextManager[None]:
+    """Calls of the stock loss inside find an accelerator that is, or is not, at the end of an accumulation window."""
+    return replaced(trainer, accelerator=_Stand(trainer.accelerator, ends_window))
 
 
 class _Stand:

@@ -13,19 +13,20 @@ ones (GRPO, RLOO) `mode` of the configuration says how:
     auto      split where the trainer's own loss separates over rows (checked on the first window that can tell), else
               replay; joint for the balance loss of experts and for losses that run the model themselves
 
-The mixin only passes calls on to `online.Engine`, which it keeps in one attribute.
+The mixin only passes calls on to an engine, `online.Engine` or `offline.OfflineEngine`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig, resolve_for_class
-from lightning_padmin.distributed import Announcement, announce, telling_others
+from lightning_padmin.integrations.common import Session
 from lightning_padmin.stats import PaddingStats
 
 _NEEDS = "trl>=0.29"
@@ -48,6 +49,31 @@ except Exception as error:  # an old TRL beside new packages fails in any way
     ) from error
 
 
+class SwitchedOff:
+    """With `enabled=False`: other ranks hear of it, and all else is the trainer's own.
+
+    Args:
+        session: of the mixin.
+
+    Attributes:
+        session: the same.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def reset(self) -> None:
+        """Nothing is kept between steps."""
+
+    def step_in_place_of(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The stock training step."""
+        return stock
+
+    def metrics(self) -> dict[str, float | int]:
+        """None."""
+        return {}
+
+
 class PadMinMixin:
     """Put before a trainer of TRL; takes the keyword `padmin`, a `PadMinConfig`.
 
@@ -60,37 +86,36 @@ class PadMinMixin:
         ArchitectureError: the model's outputs for a row depend on the rows that run with it.
     """
 
-    _padmin_announced: Announcement
-    _padmin: Engine | OfflineEngine | None = None  # while the stock constructor runs, and with enabled=False
+    _padmin: Engine | OfflineEngine | SwitchedOff | None = None  # while the stock constructor runs
 
     def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
         config = resolve_for_class(padmin)
         if config.enabled:
             refuse_class(type(self))
         super().__init__(*args, **options)
-        announced = announce("PadMinMixin", config)
-        if announced.is_due:  # until the first step
-            self._padmin_announced = announced
-        if config.enabled and is_offline(type(self)):
-            self._padmin = OfflineEngine(self, config)
-        elif config.enabled:
-            self._padmin = Engine(self, config, super()._get_per_token_logps_and_entropies)  # type: ignore[misc]
+        session = Session("PadMinMixin", config, is_main=lambda: self.accelerator.is_main_process)  # type: ignore[attr-defined]
+        session.announce()
+        if not config.enabled:
+            self._padmin = SwitchedOff(session)
+        elif is_offline(type(self)):
+            self._padmin = OfflineEngine(self, session)
+        else:
+            self._padmin = Engine(self, session, super()._get_per_token_logps_and_entropies)  # type: ignore[misc]
 
     @property
     def padding_stats(self) -> PaddingStats:
         """Counts of this rank's training passes so far."""
-        return PaddingStats() if self._padmin is None else self._padmin.stats
+        return PaddingStats() if self._padmin is None else self._padmin.session.stats
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Stock, from the beginning of an accumulation window, wherever an earlier training was given up."""
-        announced: Announcement | None = vars(self).get("_padmin_announced")
-        if announced is not None:
-            announced.agree_if_all_have_spoken()
+        stock = super().train  # type: ignore[misc]
         if self._padmin is None:
-            return super().train(*args, **options)  # type: ignore[misc]
+            return stock(*args, **options)
+        self._padmin.session.agree_if_all_have_spoken()
         self._padmin.reset()
-        with telling_others():
-            return super().train(*args, **options)  # type: ignore[misc]
+        with self._padmin.session.telling_others():
+            return stock(*args, **options)
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """The stock batches of an accumulation window; looked at where parameters are sharded."""
@@ -101,9 +126,8 @@ class PadMinMixin:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: its share of the window's chunks."""
-        announced: Announcement | None = vars(self).pop("_padmin_announced", None)
-        if announced is not None:  # by now every rank has made its trainer
-            announced.agree()
+        if self._padmin is not None:  # by now every rank has made its trainer
+            self._padmin.session.agree()
         stock = super().training_step  # type: ignore[misc]
         step = stock if self._padmin is None else self._padmin.step_in_place_of(stock)
         loss: Tensor = step(model, inputs, num_items_in_batch)

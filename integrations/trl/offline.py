@@ -7,45 +7,31 @@ the backbone (the head, log-probs, the balance loss of experts) is the trainer's
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
-from lightning_padmin.architectures import (
-    ArchitectureError,
-    HookWatch,
-    inspect_model,
-    reenters,
-    refuse_noise_of,
-    with_scan_chunk,
-    without_user_hooks,
-)
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.distributed import Exchange, exchange_all, exchange_alone
-from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
+from lightning_padmin.errors import ConfigError, GradientCheckError
 from lightning_padmin.forward import Calls, Forwards, chunked
+from lightning_padmin.integrations.common import (
+    Apart,
+    Session,
+    Topology,
+    Training,
+    apart,
+    apart_on_shards,
+    look_for_whole_steps,
+    refuse_data_parallel,
+    refuse_noise_of,
+    topology_of,
+)
 from lightning_padmin.integrations.trl import hooks as trl_stock
 from lightning_padmin.integrations.trl.support import refuse_what_needs_many_batches
-from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, holders_of, without_dropout
-from lightning_padmin.stats import PaddingStats
-from lightning_padmin.verification import (
-    OnlyBackwardError,
-    Sketches,
-    difference,
-    difference_over_ranks,
-    scales,
-    sizes,
-    sketched_gradients,
-    sketched_shards,
-)
-
-_SHARDED = ("FSDP", "DEEPSPEED")
 
 _LOGITS_OF_KTO = (
     "KTO before TRL 1.16 logs logits/chosen and logits/rejected as means over padding too, where there are zeros now: "
@@ -62,35 +48,40 @@ class OfflineEngine:
 
     Args:
         trainer: an SFT, DPO, Reward or KTO trainer, set up.
-        config: the options.
+        session: of the mixin.
 
     Attributes:
-        stats: counts of this rank's training passes.
+        session: the same.
 
     Raises:
         ConfigError: a mode, model or setting that is not supported; names the fix.
         ArchitectureError: the model's outputs for a row depend on the rows that run with it.
     """
 
-    def __init__(self, trainer: Any, config: PadMinConfig) -> None:
+    def __init__(self, trainer: Any, session: Session) -> None:
+        config = session.config
         _refuse_unsupported(trainer, config)
-        self._trainer = trainer
-        self._hooks = HookWatch(_FIX_OF_HOOKS)
         backbones(trainer)  # refuses now, not in the first step
-        for finding in inspect_model(trainer.accelerator.unwrap_model(trainer.model)):
-            later = finding.rule == "balance-loss" or finding.exact_up_to is not None
-            if finding.severity == "refuse" and not later:
-                raise ArchitectureError(f"{finding.where}: {finding.reason}")
+        self._trainer, self.session, self._topology = trainer, session, topology_of(trainer)
+        self._training = Training(
+            session,
+            trainer.accelerator.unwrap_model(trainer.model),
+            self._topology,
+            fix_of_hooks=_FIX_OF_HOOKS,
+            tolerate={"balance-loss"},
+        )
+        self._training.findings.refuse()
         config = replace(config, loss_reduction="row-mean", normalize="rank", layout="pad")
-        self._config = with_scan_chunk(config, trainer.model)
-        self.stats, self._since_log = PaddingStats(), PaddingStats()
+        self._config = self._training.findings.options(config)
         self._forwards: Forwards = {}
+        self._is_sharded = self._topology.kind in ("sharded", "engine")
+        # Ranks run equally many chunks only where forward passes are collective.
+        self._exchange = self._topology.exchange if self._is_sharded else Topology().exchange
         self._checked = config.check == "off" or self._is_sharded
         self._sharded_check_is_due = config.check != "off" and self._is_sharded
         stock = trl_stock.stock_class(type(trainer))
-        reads_padding = stock is not None and stock.__name__ == "KTOTrainer" and trl_stock.release() < (1, 16)
-        if reads_padding and trainer.accelerator.is_main_process:
-            warnings.warn(f"PadMinMixin: {_LOGITS_OF_KTO}", PadMinWarning, stacklevel=4)
+        if stock is not None and stock.__name__ == "KTOTrainer" and trl_stock.release() < (1, 16):
+            session.notices(_LOGITS_OF_KTO)
 
     def reset(self) -> None:
         """Nothing is kept between steps."""
@@ -100,14 +91,13 @@ class OfflineEngine:
 
         def training_step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
             own, inside = self._trainer.accelerator.unwrap_model(model), backbones(self._trainer)
-            self._hooks.look(own, [inside["model"]], parameters=reenters(own))
+            look_for_whole_steps(self._training.hooks, own, [inside["model"]])
             if not self._checked:
                 self._checked = True
                 self._check(inputs, *args, **options)
-            with self._hooks.around(0, 2), self._chunked(inside) as calls:
+            with self._training.around(0, 2), self._chunked(inside) as calls:
                 result = stock(model, inputs, *args, **options)
-            stats = replace(calls.total, loss_tokens=trl_stock.loss_tokens(inputs))
-            self.stats, self._since_log = self.stats + stats, self._since_log + stats
+            self.session.count(replace(calls.total, loss_tokens=trl_stock.loss_tokens(inputs)))
             return result
 
         return training_step
@@ -121,38 +111,11 @@ class OfflineEngine:
 
         A loss that reads padding would be another one: padding slots of the backbone's outputs hold zeros.
         """
-        trainer, module = self._trainer, self._trainer.accelerator.unwrap_model(self._trainer.model)
-        prepared = trainer._prepare_inputs(inputs)
-        state = ModuleState(module, holders_of(trainer), DATA_OF_TRAINERS)
-        by_backward = False
-
-        def loss() -> Any:
-            with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(module, dict(prepared), num_items_in_batch=num_items_in_batch)
-
-        module.train()
-        sketches: list[Sketches] = []
-        half = bool({p.dtype for p in module.parameters()} & {torch.float16, torch.bfloat16})
-        ways: list[Callable[[], Any]] = [nullcontext, lambda: self._chunked(backbones(trainer))]
-        try:
-            while len(sketches) < len(ways):
-                within, no_hooks = ways[len(sketches)](), without_user_hooks(module)
-                alone = trl_stock.without_trace(trainer)
-                with state.watching(), alone, no_hooks, without_dropout(module) as watch, within:
-                    try:
-                        sketches.append(sketched_gradients(loss, module, by_backward=by_backward, again=False))
-                    except OnlyBackwardError:  # once more, when what this attempt wrote has been put back
-                        by_backward = True
-                half = half or watch.saw_half
-                state.clear()
-        finally:
-            state.restore()
-        limit = 0.1 if half else 1e-3
-        value, name = difference(sketches[1], sketches[0], scales(sizes(sketches[0]), limit))
-        bits = int(np.float64(value).view(np.int64))
-        exchange = exchange_all if trainer.accelerator.num_processes > 1 else exchange_alone
-        worst = float(exchange([bits]).view(np.float64).max())
-        _refuse_difference(worst, limit, f"on this rank most in {name!r}")
+        module = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        loss, without_trace = self._loss_of(module, inputs, num_items_in_batch), self._without_trace
+        exchange = self._topology.exchange
+        found = apart(loss, module, self._ways, trainer=self._trainer, without_trace=without_trace, exchange=exchange)
+        _refuse_difference(found)
 
     def before_window(self, batches: Sequence[Any], num_items_in_batch: Any = None) -> None:
         """Checks the first batch where parameters are sharded: passes are collective, and gradients are reduced.
@@ -164,54 +127,43 @@ class OfflineEngine:
         self._sharded_check_is_due = False
         if trl_stock.distributed_type(self._trainer) == "FSDP":
             self._check_shards(batches[0], num_items_in_batch)
-        elif self._trainer.accelerator.is_main_process:
-            warnings.warn(
-                f"PadMinMixin: under DeepSpeed the first batch of {type(self._trainer).__name__} is not checked (its "
-                "engine takes every backward pass for a step's). A few steps on one device, or under DDP or FSDP, tell "
-                "whether your loss reads padding; check='off' silences this",
-                PadMinWarning,
-                stacklevel=4,
+        else:
+            self.session.notices(
+                f"under DeepSpeed the first batch of {type(self._trainer).__name__} is not checked (its engine takes "
+                "every backward pass for a step's). A few steps on one device, or under DDP or FSDP, tell whether your "
+                "loss reads padding; check='off' silences this"
             )
 
     def _check_shards(self, inputs: Any, num_items_in_batch: Any) -> None:
         """`_check` on shards: each rank sketches its own, and differences are taken over all ranks."""
-        trainer, model = self._trainer, self._trainer.model_wrapped
-        prepared, state = trainer._prepare_inputs(inputs), ModuleState(model)
-        model.train()
-        half = bool({p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16})
-        sketches = []
-        try:
-            for within in (nullcontext(), self._chunked(backbones(trainer))):
-                no_hooks = without_user_hooks(model)
-                with trl_stock.without_trace(trainer), no_hooks, without_dropout(model) as watch, within:
-                    with torch.enable_grad(), trainer.compute_loss_context_manager():
-                        loss = trainer.compute_loss(model, dict(prepared), num_items_in_batch=num_items_in_batch)
-                    torch.autograd.backward(loss)
-                    sketches.append(sketched_shards(model))
-                half = half or watch.saw_half
-                state.clear()
-        finally:
-            state.restore()
-        half = bool(exchange_all([half]).any())
-        limit = 0.1 if half else 1e-3
-        worst, name = difference_over_ranks(sketches[1], sketches[0], limit, exchange_all)
-        _refuse_difference(worst, limit, f"most in {name.replace('_fsdp_wrapped_module.', '')!r}")
+        model = self._trainer.model_wrapped
+        loss = self._loss_of(model, inputs, num_items_in_batch)
+        exchange = self._topology.exchange
+        found = apart_on_shards(loss, model, self._ways, without_trace=self._without_trace, exchange=exchange)
+        _refuse_difference(found)
+
+    def _loss_of(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Callable[[], Any]:
+        """The trainer's own loss of a batch, which is prepared now."""
+        trainer = self._trainer
+        prepared = trainer._prepare_inputs(inputs)
+
+        def loss() -> Any:
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(model, dict(prepared), num_items_in_batch=num_items_in_batch)
+
+        return loss
 
     @property
-    def _is_sharded(self) -> bool:
-        return str(self._trainer.accelerator.distributed_type).rsplit(".", maxsplit=1)[-1] in _SHARDED
+    def _ways(self) -> list[Callable[[], AbstractContextManager[Any]]]:
+        return [nullcontext, lambda: self._chunked(backbones(self._trainer))]
 
     @property
-    def _exchange(self) -> Exchange:
-        """Ranks run equally many chunks only where forward passes are collective."""
-        return exchange_all if self._is_sharded else exchange_alone
+    def _without_trace(self) -> Callable[[], AbstractContextManager[None]]:
+        return partial(trl_stock.without_trace, self._trainer)
 
     def metrics(self) -> dict[str, float | int]:
         """Counts over all ranks since the last time, ratios last. A collective."""
-        exchange = exchange_all if self._trainer.accelerator.num_processes > 1 else exchange_alone
-        merged = PaddingStats.merge_ranks(np.asarray(exchange(self._since_log.as_counts())))
-        self._since_log = PaddingStats()
-        return merged.metrics(self._config.log_prefix) if merged.batches else {}
+        return self.session.metrics(self._topology)
 
 
 def backbones(trainer: Any) -> dict[str, nn.Module]:
@@ -220,17 +172,15 @@ def backbones(trainer: Any) -> dict[str, nn.Module]:
     Raises:
         ConfigError: a model whose backbone is not to be found.
     """
-    unwrap = trainer.accelerator.unwrap_model
-    models = {"model": trainer.model, "ref_model": getattr(trainer, "ref_model", None)}
-    return {name: _backbone(name, unwrap(model)) for name, model in models.items() if model is not None}
+    return {name: _backbone(name, model) for name, model in trl_stock.models_of(trainer).items()}
 
 
-def _refuse_difference(worst: float, limit: float, where: str) -> None:
-    if not worst <= limit:
+def _refuse_difference(found: Apart) -> None:
+    if found.is_too_far:
         raise GradientCheckError(
             f"first-batch check: gradients with the backbone in chunks differ from the stock ones: relative "
-            f"difference {worst:.2g} (limit {limit:.0e}), {where}. The loss, or the model behind its backbone, reads "
-            "padding. Use PadMinConfig(enabled=False)"
+            f"difference {found.value:.2g} (limit {found.limit:.0e}), {found.where}. The loss, or the model behind its "
+            "backbone, reads padding. Use PadMinConfig(enabled=False)"
         )
 
 
@@ -265,5 +215,4 @@ def _refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
             raise ConfigError(f"{option}=True leaves no padding to remove. Set {option}=False, or leave padmin out")
     if getattr(args, "use_liger_kernel", False):
         raise ConfigError("use_liger_kernel=True: Liger's loss runs the backbone by itself. Set it to False")
-    if getattr(args, "n_gpu", 1) > 1:
-        raise ConfigError(f"n_gpu={args.n_gpu}: DataParallel splits batches by itself. Start one process per device")
+    refuse_data_parallel(trainer)

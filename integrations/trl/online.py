@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,19 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_padmin.architectures import (
-    ArchitectureError,
-    GradientHookError,
-    HookWatch,
-    batch_statistics,
-    inspect_model,
-    reenters,
-    row_limit,
-    with_scan_chunk,
-)
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.distributed import Exchange, board_alone, board_of_all, exchange_all, exchange_alone
-from lightning_padmin.errors import ConfigError, PadMinError, PadMinWarning, PeerError, TrainingStepError
+from lightning_padmin.errors import ConfigError, GradientHookError, PadMinError, PeerError, TrainingStepError
+from lightning_padmin.integrations.common import (
+    OneLoss,
+    Session,
+    Training,
+    look_for_whole_steps,
+    refuse_batch_statistics,
+    replaced,
+    topology_of,
+)
 from lightning_padmin.integrations.trl import hooks as trl_stock
 from lightning_padmin.integrations.trl import images as trl_images
 from lightning_padmin.integrations.trl.check import READS_PADDING, Verdict, refuse_readers_of_padding, separates
@@ -43,14 +40,12 @@ from lightning_padmin.integrations.trl.support import (
     SHARDS_WHAT_SEES,
     choose_mode,
     refuse_config,
-    refuse_model,
     refuse_trainer,
     shards_what_sees,
+    why_not_packed,
 )
 from lightning_padmin.integrations.trl.window import Window
-from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, OutOfMemoryError
-from lightning_padmin.stats import PaddingStats
-from lightning_padmin.verification import OneLoss, PackGate, gate_of
+from lightning_padmin.microbatching import MicroBatcher, OutOfMemoryError
 
 _COUPLES = "gradients of the loss at the log-probs change by {:.2g} when rows are split, so it couples rows"
 _NOT_OF_LOG_PROBS = (
@@ -70,35 +65,49 @@ class Engine:
 
     Args:
         trainer: of TRL, fully constructed.
-        config: the options; those about names of entries and the reduction of the loss do not matter: both are TRL's.
+        session: of the mixin; options about names of entries and the reduction of the loss do not matter: both are
+            TRL's.
         stock_scores: the trainer's own log-prob function.
 
     Attributes:
+        session: of the mixin.
         mode: `"split"`, `"joint"` or `"replay"`.
-        stats: counts of this rank's training passes.
     """
 
-    def __init__(self, trainer: Any, config: PadMinConfig, stock_scores: StockFunction) -> None:
+    def __init__(self, trainer: Any, session: Session, stock_scores: StockFunction) -> None:
+        config = session.config
         refuse_config(config)
         refuse_trainer(trainer)
-        findings = inspect_model(trainer.model)
-        refuse_model(findings)
         self._trainer, self._wanted, self._stock_scores = trainer, config.mode, stock_scores
-        self._hooks, self._agreed_on_hooks = HookWatch(self._fix_of_hooks), False
+        self.session, self._topology = session, topology_of(trainer)
+        self._training = Training(
+            session,
+            trainer.model,
+            self._topology,
+            fix_of_hooks=self._fix_of_hooks,
+            check=lambda training: None,  # hooks and modes of modules are looked at in the step
+            tolerate={"balance-loss"},
+            gate=session.pack_policy(
+                lambda: why_not_packed(trainer),
+                lambda: trl_stock.models_of(trainer),
+                trainer.accelerator.autocast,
+                say=self._say if config.layout == "auto" else None,
+                wants_gradients=True,
+            ),
+        )
+        findings = self._training.findings
+        findings.refuse()
+        self._agreed_on_hooks = False
         self._losses = OneLoss(type(trainer), _FIX_OF_STEPS)
-        self._said: set[str] = set()
-        self._config = with_scan_chunk(_for_rows(config), trainer.model)
-        self._row_limit = row_limit(findings)
+        self._config = findings.options(_for_rows(config))
         self._batchers: dict[int, MicroBatcher] = {}
-        self._gate = _pack_gate(trainer, config, self._say)
         self.mode, why = choose_mode(trainer, config.mode)
         self._checked = config.check == "off" or self.mode == "joint"
         self._may_read_padding = config.check != "off"
         self._as_stock = shards_what_sees(trainer)
         self._given: Given | None = None
-        self.stats, self._unlogged = PaddingStats(), PaddingStats()
         self.reset()
-        for finding in findings:
+        for finding in findings.told:
             if finding.severity == "correct":
                 self._say(f"{finding.where}: {finding.reason}")
         if self._as_stock:
@@ -141,14 +150,15 @@ class Engine:
         training = torch.is_grad_enabled()
         no_sync = self._no_sync_of(model) if training else None
         budget = self._budget(rows * input_ids.shape[1])
-        batches = self._batcher(0).prepare_made(tokens, token_budget=budget, is_whole=is_whole)
+        batcher = self._batcher(0)
+        batches = self._training.prepare_made(tokens, by=batcher, token_budget=budget, is_whole=is_whole)
         self._look_at_prompts(first_tokens(batches.table, logits_to_keep))
         order = trl_images.in_order(batches.slot_maps, images.get("num_images"))
-        guard = MemoryGuard(batches, rank=self._rank)
+        guard = self._training.guard(batches, tells=False)
         outputs = score_all(stock, model, batches, logits_to_keep, options, order, guard, no_sync)
         if training:
             completion = attention_mask[:, -logits_to_keep:]
-            self._count(replace(batches.stats, loss_tokens=int(completion.sum())))
+            self.session.count(replace(batches.stats, loss_tokens=int(completion.sum())))
             if self._may_read_padding and not completion.all():
                 self._may_read_padding = False  # the first pass that can tell does
                 outputs = (*refuse_readers_of_padding(outputs[:2], completion == 0), *outputs[2:])
@@ -167,27 +177,16 @@ class Engine:
         Passes that only score (0) have one of their own: those that train take more memory.
         """
         if steps not in self._batchers:
-            self._batchers[steps] = MicroBatcher(
-                self._config, exchange=self._exchange, row_limit=self._row_limit, gate=self._gate
-            )
+            self._batchers[steps] = self._training.batcher(self._config, encoder_decoder=False)
         return self._batchers[steps]
 
     def _budget(self, slots: int) -> int:
         """Most slots of a micro-batch, where stock puts so many through at once."""
         return self._config.token_budget if self._config.token_budget is not None else slots
 
-    @property
-    def _rank(self) -> int:
-        rank: int = self._trainer.accelerator.process_index
-        return rank
-
-    @property
-    def _exchange(self) -> Exchange:
-        return exchange_all if self._trainer.accelerator.num_processes > 1 else exchange_alone
-
     def _no_sync_of(self, model: Any) -> Callable[[], AbstractContextManager[Any]] | None:
         """Only DistributedDataParallel is told to wait; FSDP reduces in every backward pass."""
-        if trl_stock.distributed_type(self._trainer) not in ("MULTI_GPU", "MULTI_CPU"):
+        if self._topology.kind != "ddp":
             return None
         return partial(self._trainer.accelerator.no_sync, model)
 
@@ -200,27 +199,24 @@ class Engine:
         return partial(self._whole_step if self.mode == "joint" else self._step, stock)
 
     def _whole_step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """Joint: one backward pass for a stock micro-batch, in which hooks on parameters fire as ever.
-
-        But where checkpoints are passes of their own, they fire once for each chunk.
-        """
-        _refuse_now(model)
+        """Joint: one backward pass for a stock micro-batch."""
+        refuse_batch_statistics(model)
         own = self._trainer.accelerator.unwrap_model(model)
-        self._hooks.look(own, [own], parameters=reenters(own))
-        with self._hooks.around(0, 2):
+        look_for_whole_steps(self._training.hooks, own, [own])
+        with self._training.around(0, 2):
             return stock(model, inputs, num_items_in_batch)
 
     def _hooks_call_for_joint(self, model: Any) -> bool:
         """Whether a hook acts on whole gradients, so that the window has to run in joint mode."""
         error: GradientHookError | None = None
         try:
-            self._hooks.look(self._trainer.accelerator.unwrap_model(model), wrapper=model)
+            self._training.hooks.look(self._trainer.accelerator.unwrap_model(model), wrapper=model)
         except GradientHookError as caught:
             error = caught
         found = [int(error is not None)]
         if not self._agreed_on_hooks:  # later on, ranks do the same by themselves
             self._agreed_on_hooks = True
-            found = self._exchange(found)[:, 0].tolist()
+            found = self._topology.exchange(found)[:, 0].tolist()
         if not any(found):
             return False
         if self._wanted != "auto":
@@ -235,7 +231,7 @@ class Engine:
         return "" if self._wanted == "auto" else "Set mode='joint' or mode='auto'"
 
     def _step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        _refuse_now(model)
+        refuse_batch_statistics(model)
         if self._passes is None and self._hooks_call_for_joint(model):
             return self._whole_step(stock, model, inputs, num_items_in_batch)
         trainer, began = self._trainer, time.perf_counter()
@@ -246,7 +242,7 @@ class Engine:
             if self._passes is None:
                 self._passes = self._open(model, inputs, num_items_in_batch)
             # Inputs are prepared once per step, though a step has several passes.
-            with trl_stock.replaced(trainer, _prepare_inputs=lambda prepared: prepared):
+            with replaced(trainer, _prepare_inputs=lambda prepared: prepared):
                 if self._passes is not None:
                     loss = self._run_chunks(stock, model, inputs, num_items_in_batch, began)
                 else:
@@ -277,8 +273,8 @@ class Engine:
         @contextmanager
         def around(chunk: int) -> Iterator[None]:
             compute_loss = self._losses.of(passes.loss_of(chunk))
-            hooks = self._hooks.around(window.order.index(chunk), len(window.order))
-            with passes.guard.around(chunk), hooks, trl_stock.replaced(trainer, compute_loss=compute_loss):
+            hooks = self._training.around(window.order.index(chunk), len(window.order))
+            with passes.guard.around(chunk), hooks, replaced(trainer, compute_loss=compute_loss):
                 yield
 
         for chunk in chunks[:-1]:
@@ -302,13 +298,12 @@ class Engine:
         if trl_stock.prepares_itself(type(trainer)):
             self._say(_NOT_POOLED)
         slots = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
-        window = Window(entries, self._batcher(len(entries)), self._budget(slots))
+        prepare = partial(self._training.prepare_made, by=self._batcher(len(entries)))
+        window = Window(entries, prepare, self._budget(slots))
         self._look_at_prompts(first_tokens(window.batches.table, window.completion))
         # As it is now: while chunks run, an attribute of the trainer stands in its place.
         loss = partial(self._stock_loss, trainer.compute_loss, num_items_in_batch)
-        tells = trl_stock.distributed_type(trainer) != "FSDP"  # whose passes are collective
-        board = board_of_all() if tells and window.batches.grows else board_alone
-        guard = MemoryGuard(window.batches, board, self._rank, last=window.order[-1])
+        guard = self._training.guard(window.batches, last=window.order[-1])
         passes = Passes(trainer, window, partial(self._score, model, window), partial(loss, model), guard)
         if not self._checked and (self.mode == "replay" or len(window.batches) > 1):
             self._check(model, passes)
@@ -316,7 +311,7 @@ class Engine:
                 return None
         if self.mode == "replay":
             passes.take_gradients(ends_window=self._ends_with(window))
-        self._count(window.stats)
+        self.session.count(window.stats)
         return passes
 
     def _ends_with(self, window: Window) -> bool:
@@ -354,7 +349,7 @@ class Engine:
         """Finds out on the first window that can tell whether the loss separates; all ranks agree on it."""
         with self._waiting(model):
             verdict, difference = separates(self._trainer, model, passes, need_rows=self.mode == "split")
-        verdict = Verdict(int(self._exchange([verdict])[:, 0].max()))
+        verdict = Verdict(int(self._topology.exchange([verdict])[:, 0].max()))
         self._checked = verdict != Verdict.CANNOT_TELL
         if verdict <= Verdict.SEPARATES:
             return
@@ -368,48 +363,14 @@ class Engine:
         self.mode = fix
         self._say(f"mode={fix!r}: {why}")
 
-    # Metrics.
-
-    def _count(self, stats: PaddingStats) -> None:
-        self.stats = self.stats + stats
-        self._unlogged = self._unlogged + stats
+    # Counts, and what is said.
 
     def metrics(self) -> dict[str, float | int]:
         """`padmin/*` since the last call, over all ranks; to be called on every rank."""
-        merged = PaddingStats.merge_ranks(self._exchange(self._unlogged.as_counts()))
-        self._unlogged = PaddingStats()
-        return merged.metrics(self._config.log_prefix) if merged.batches else {}
+        return self.session.metrics(self._topology)
 
     def _say(self, words: str) -> None:
-        """Once, on the main process."""
-        if words not in self._said:
-            self._said.add(words)
-            if self._trainer.accelerator.is_main_process:
-                warnings.warn(f"PadMinMixin: {words}", PadMinWarning, stacklevel=3)
-
-
-def _pack_gate(trainer: Any, config: PadMinConfig, say: Callable[[str], None]) -> PackGate | None:
-    """What decides whether rows are packed; None where they are not.
-
-    Raises:
-        ConfigError: `layout="pack"` where that is not supported.
-    """
-    if config.layout == "pad":
-        return None
-    sees = getattr(trainer, "processing_class", None)
-    why = None
-    if trl_stock.distributed_type(trainer) == "FSDP":
-        why = "under FSDP the passes of the leak test are collective, which was not tried"
-    elif hasattr(sees, "image_processor"):
-        why = "a trainer with a processor may get images, whose rows are not packed"
-    if why is not None and config.layout == "pack":
-        raise ConfigError(f"layout='pack': {why}. Use layout='pad'")
-    if why is not None:
-        return None
-    models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
-    unwrapped = {name: trainer.accelerator.unwrap_model(model) for name, model in models.items() if model is not None}
-    told = say if config.layout == "auto" else None
-    return gate_of(unwrapped, config, trainer.accelerator.autocast, told, wants_gradients=True)
+        self.session.notices(words, key=words)
 
 
 def _for_rows(config: PadMinConfig) -> PadMinConfig:
@@ -426,13 +387,6 @@ def _for_rows(config: PadMinConfig) -> PadMinConfig:
         batch_schema=trl_images.FIELDS,
         static_keys=(),
     )
-
-
-def _refuse_now(model: Any) -> None:
-    """What hooks and modes of modules make of a model in the course of a training."""
-    wrong = batch_statistics(model)
-    if wrong is not None:
-        raise ArchitectureError(wrong)
 
 
 def _to_training_mode(trainer: Any, model: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_padmin.integrations.common import RandomState
 from lightning_padmin.integrations.trl import hooks as trl_stock
 from lightning_padmin.integrations.trl.logprobs import Given, Scores, zero_of
 from lightning_padmin.integrations.trl.window import Values, Window
@@ -95,7 +96,7 @@ class Passes:
     def _loss(self, chunk: int) -> Tensor:
         """The chunk's part of the window's loss; its value is the whole loss in the last chunk, 0 before."""
         window = self.window
-        with self._draws[chunk].again() if self._draws else _nothing():
+        with self._draws[chunk].again() if self._draws else nullcontext():
             scores = self._score(chunk)
         self.guard.forward_is_done(chunk)
         if window.batches.is_dummy(chunk):
@@ -146,36 +147,6 @@ class _Reported(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-class RandomState:
-    """Random state of the CPU and the current accelerator, when this is made."""
-
-    def __init__(self) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        self._device = None if accelerator is None else getattr(torch, accelerator.type)
-        self._states = torch.get_rng_state(), None if self._device is None else self._device.get_rng_state()
-
-    def restore(self) -> None:
-        """Puts it back."""
-        torch.set_rng_state(self._states[0])
-        if self._device is not None:
-            self._device.set_rng_state(self._states[1])
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """The same random numbers inside; afterwards it goes on as if there had been no inside."""
-        now = RandomState()
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def leaves_of(buffers: Values) -> list[Tensor | None]:

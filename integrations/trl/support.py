@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_padmin.architectures import ArchitectureError, Finding, refuse_noise_of
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import ConfigError
+from lightning_padmin.integrations.common import backward_of_step, refuse_data_parallel, refuse_noise_of
 from lightning_padmin.integrations.trl import hooks as trl_stock
-from lightning_padmin.verification import own_backward
 
 _ONLINE = {"GRPOTrainer", "RLOOTrainer"}
 _OFFLINE = {"SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer"}
@@ -69,8 +68,7 @@ def refuse_trainer(trainer: Any) -> None:
     trl_stock.check_attributes(trainer)
     refuse_noise_of(trainer)
     args = trainer.args
-    if getattr(args, "n_gpu", 1) > 1:
-        raise ConfigError(f"n_gpu={args.n_gpu}: DataParallel splits batches by itself. Start one process per device")
+    refuse_data_parallel(trainer)
     if getattr(args, "use_liger_kernel", False) or getattr(args, "use_liger_loss", False):
         raise ConfigError("use_liger_kernel=True: losses of Liger do not ask for log-probs. Set it to False")
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
@@ -96,15 +94,13 @@ def shards_what_sees(trainer: Any) -> bool:
     return bool(getattr(trainer, "_is_vlm", False)) and trl_stock.distributed_type(trainer) == "FSDP"
 
 
-def refuse_model(findings: list[Finding]) -> None:
-    """Raises ArchitectureError for a model whose outputs depend on the rows that run together.
-
-    Not for what is dealt with elsewhere: the balance loss by `mode`, a rotary embedding that depends on lengths beyond
-    some limit by a limit on rows.
-    """
-    for finding in findings:
-        if finding.severity == "refuse" and finding.rule != "balance-loss" and finding.exact_up_to is None:
-            raise ArchitectureError(f"{finding.where}: {finding.reason}")
+def why_not_packed(trainer: Any) -> str | None:
+    """What speaks against rows in packs; None: nothing that can be seen from here."""
+    if trl_stock.distributed_type(trainer) == "FSDP":
+        return "under FSDP the passes of the leak test are collective, which was not tried"
+    if hasattr(getattr(trainer, "processing_class", None), "image_processor"):
+        return "a trainer with a processor may get images, whose rows are not packed"
+    return None
 
 
 def choose_mode(trainer: Any, wanted: str) -> tuple[str, str]:
@@ -117,9 +113,7 @@ def choose_mode(trainer: Any, wanted: str) -> tuple[str, str]:
                 "configuration"
             )
         return "joint", why if wanted == "auto" else ""
-    kinds = type(trainer).__mro__
-    own = next(k for k, each in enumerate(kinds) if each.__module__.split(".")[0] == "lightning_padmin")
-    name = own_backward(*kinds[own:])
+    name = backward_of_step(trainer)
     if name is not None:
         why = f"{name} sends its loss backward itself, and runs for a whole micro-batch alone"
         if wanted in ("split", "replay"):

@@ -7,7 +7,7 @@ stock micro-batch, gradients flow to the chunk's rows alone, and there is no for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_padmin.integrations.trl.hooks import tokens_of
 from lightning_padmin.integrations.trl.images import in_order, pooled_by_row
 from lightning_padmin.integrations.trl.logprobs import Scores
-from lightning_padmin.microbatching import MicroBatcher, MicroBatches
+from lightning_padmin.microbatching import MicroBatches
 from lightning_padmin.stats import PaddingStats
 
 Ints = NDArray[np.int64]
@@ -47,7 +47,7 @@ class Window:
 
     Args:
         entries: the prepared inputs of the stock micro-batches, all of one shape.
-        batcher: plans the rows.
+        prepare: `Training.prepare_made`, of whoever plans the rows.
         token_budget: most slots of a chunk.
 
     Attributes:
@@ -56,14 +56,14 @@ class Window:
         step: the stock micro-batch whose share of chunks is next.
     """
 
-    def __init__(self, entries: Sequence[Mapping[str, Any]], batcher: MicroBatcher, token_budget: int) -> None:
+    def __init__(
+        self, entries: Sequence[Mapping[str, Any]], prepare: Callable[..., MicroBatches], token_budget: int
+    ) -> None:
         self.entries = [Entry(inputs) for inputs in entries]
         self.completion = int(entries[0]["completion_ids"].shape[1])
         self._rows = len(entries[0]["prompt_ids"])
         self._images: list[int] | None = None
-        self.batches: MicroBatches = batcher.prepare_made(
-            self._pool, token_budget=token_budget, min_micro_batches=len(entries)
-        )
+        self.batches = prepare(self._pool, token_budget=token_budget, min_micro_batches=len(entries))
         self.order = in_order(self.batches.slot_maps, self._images)
         self.step = 0
         self._seen: set[int] = set()

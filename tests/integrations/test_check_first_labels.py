@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_padmin import MicroBatcher, PadMinConfig
 from lightning_padmin.errors import GradientCheckError
-from lightning_padmin.integrations.lightning import check as lightning_check
+from lightning_padmin.integrations.common import first_batch
 
 LENGTHS = (14, 9, 4, 11, 6, 3, 8, 5)
 
@@ -65,7 +65,7 @@ def test_the_batch_that_shows_them_is_checked_before_it_is_trained(
     kind: type[Aligned], wrong: int | None, right: int, left: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after the last batch that is checked for anything else."""
-    monkeypatch.setattr(lightning_check, "_MOST_BATCHES", most)
+    monkeypatch.setattr(first_batch, "MOST_BATCHES", most)
     batches = [batch_of(3, 0.0, lengths=(6,) * 8), *later(left=left)] if most == 1 else later(left=left)
     module = kind()
     options = {"token_budget": 30}

@@ -23,8 +23,7 @@ from traces import changed, seen_of
 from transformers import TrainerCallback
 from trl_cases import qwen2
 
-from lightning_padmin.integrations.lightning import check as lightning_check
-from lightning_padmin.integrations.transformers import trainer as transformers_trainer
+from lightning_padmin.integrations.common import trainers, training
 from lightning_padmin.integrations.trl import online as trl_engine
 from lightning_padmin.integrations.trl.offline import OfflineEngine
 from lightning_padmin.microbatching.batcher import MicroBatcher
@@ -230,7 +229,7 @@ def watched(check: Callable[..., Any], roots: Callable[..., tuple[object, ...]],
 def checks(monkeypatch: pytest.MonkeyPatch) -> Checked:
     """What each check of a training changed."""
     found: Checked = []
-    for place in (lightning_check, transformers_trainer):
+    for place in (training, trainers):
 
         def roots(loss: Any, batch: Any, schema: Any, table: Any, config: Any, module: Any, place: Any = place) -> Any:
             trainer = [cell.cell_contents for cell in loss.__closure__ if isinstance(cell.cell_contents, KeepsInLoss)]

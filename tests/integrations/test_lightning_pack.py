@@ -256,7 +256,7 @@ def without_borders(arguments: Any) -> Any:
 def test_no_call_of_the_model_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the callback has decided that joint mode pads (sharded strategies), no leak test runs inside of a step."""
     monkeypatch.setattr("lightning_padmin.verification.leak.has_varlen_kernel", lambda model: True)
-    monkeypatch.setattr("lightning_padmin.integrations.lightning.callback._pack_gate", lambda *arguments: None)
+    monkeypatch.setattr("lightning_padmin.integrations.common.Session.pack_policy", lambda *arguments, **more: None)
     monkeypatch.setattr(
         "lightning_padmin.verification.leak.measure_leak", lambda *arguments: pytest.fail("a leak test ran")
     )

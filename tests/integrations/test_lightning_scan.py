@@ -108,6 +108,6 @@ def test_scaled_rotary_embeddings_are_refused_beyond(name: str) -> None:
     long = [unlabelled([16, 8, 5, 4, 3])]
     fit(stock, long)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_padmin.integrations.lightning.callback.row_limit", lambda findings: None)
+        patch.setattr("lightning_padmin.architectures.screening.row_limit", lambda findings: None)
         fit(split, long, padmin(check="off", **EVERY_TOKEN | {"token_budget": 16}))
         assert relative(split.gradients[0], stock.gradients[0]) > 1e-3

@@ -62,11 +62,11 @@ def test_mixins_read_variables(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_p
         if kind == "trl":
             trainer = cases.build(cases.OURS, {}, **({"padmin": None} | options))
             engine = trainer._padmin
-            return (None, False) if engine is None else (engine._config, True)
+            return engine.session.config, engine.session.config.enabled
         trainer = Ours(
             model=cases.qwen2(), args=TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), **options
         )
-        return trainer._padmin, trainer._padmin.enabled
+        return trainer._padmin.config, trainer._padmin.config.enabled
 
     def budget(**options: Any) -> int | None:
         config, _ = make(**options)

@@ -16,7 +16,7 @@ from lightning_padmin import PadMinConfig
 from lightning_padmin.architectures.findings import ArchitectureError
 from lightning_padmin.architectures.gradient_hooks import GradientHookError
 from lightning_padmin.errors import ConfigError, TrainingStepError
-from lightning_padmin.integrations.transformers import PadMinTrainerMixin
+from lightning_padmin.integrations.transformers import PadMinTrainerMixin, engine
 
 BUDGET = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=0)
 
@@ -277,7 +277,7 @@ def test_in_front_with_an_entry_that_only_the_step_knows(tmp_path: Path, monkeyp
 def test_control_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with rows regrouped, these would train something else, or are refused."""
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    monkeypatch.setattr(PadMinTrainerMixin, "_padmin_step_in_front", False)
+    monkeypatch.setattr(engine, "has_step_in_front", lambda trainer: False)
     for kind, match in ((FGM, "came twice"), (Changes, "another batch came"), (WritesLabels, "was written into")):
         with pytest.raises(TrainingStepError, match=f"{match}, after rows of 2 batches.*in front of the mixin"):
             train(before(kind), tmp_path, **options)
@@ -438,7 +438,7 @@ def test_trl_steps_that_act_on_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
         found = trl_cases.train(ours, TWO_STEPS, trl_cases.padmin("split", token_budget=40, launch_cost=1))
         trl_cases.same(found, stock)
         assert found.trainer.padding_stats.micro_batches > 2
-    monkeypatch.setattr("lightning_padmin.integrations.trl.hooks.step_of", lambda *_: None)
+    monkeypatch.setattr("lightning_padmin.integrations.trl.hooks.has_own_step", lambda *_: False)
     for _, ours in kinds.values():  # negative control: rows of both micro-batches regrouped
         found = trl_cases.train(ours, TWO_STEPS, trl_cases.padmin("split", token_budget=40, launch_cost=1))
         assert trl_cases.gradient_difference(found, stock) > 0.05
@@ -452,7 +452,7 @@ def test_trl_steps_that_send_their_loss_backward(monkeypatch: pytest.MonkeyPatch
     trl_cases.same(found, wanted)
     with pytest.raises(ConfigError, match=r"mode='split': Triples.training_step .*Set mode='joint'"):
         trl_cases.build(ours, ONCE, trl_cases.padmin("split", token_budget=40, launch_cost=1))
-    monkeypatch.setattr("lightning_padmin.integrations.trl.support.own_backward", lambda *_: None)
+    monkeypatch.setattr("lightning_padmin.integrations.trl.support.backward_of_step", lambda *_: None)
     found = trl_cases.train(ours, ONCE, trl_cases.padmin("split", token_budget=40, launch_cost=1))  # negative control
     assert trl_cases.gradient_difference(found, wanted) > 0.05
 

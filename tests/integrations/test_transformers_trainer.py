@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +147,20 @@ def train(
     return record
 
 
+def test_only_one_attribute_is_added(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    stock, ours = (kind(model=llama(), args=arguments) for kind in (Trainer, Ours))
+    assert vars(ours).keys() - vars(stock).keys() == {"_padmin"}
+    assert {name for name in vars(PadMinTrainerMixin) if not name.startswith("__")} == {
+        "_padmin",
+        "get_batch_samples",
+        "log",
+        "padding_stats",
+        "train",
+        "training_step",
+    }
+
+
 def apart(found: Record, wanted: Record) -> float:
     assert len(found.gradients) == len(wanted.gradients) > 1
     pairs = zip(found.gradients, wanted.gradients, strict=True)
@@ -250,7 +265,7 @@ def test_encoder_decoder() -> None:
     config = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=PAD)
     ours, _ = check(t5, config, data=rows(targets=True))
     # It takes num_items_in_batch and returns a mean, so its batches are split one by one.
-    assert ours.trainer._padmin_pools is False
+    assert ours.trainer._padmin.pools is False
 
 
 def test_evaluation_is_untouched() -> None:
@@ -373,7 +388,7 @@ def test_until_a_batch_tells_what_the_loss_is_they_run_as_they_came(
     stock, ours = train(Trainer, t5, **options), train(Ours, t5, config, **options)
     assert apart(ours, stock) <= 1e-5
     assert losses(ours) == pytest.approx(losses(stock), abs=1e-5)
-    assert ours.trainer._padmin_pools is pools
+    assert ours.trainer._padmin.pools is pools
     said = [each for each in caplog.messages if "windows run as they came until one tells" in each]
     assert len(said) == (pools is None)
 
@@ -386,7 +401,7 @@ def test_a_loss_that_draws_random_numbers_runs_as_it_came_and_is_told_of() -> No
     with pytest.warns(PadMinWarning, match="whether the loss is a sum over num_items_in_batch is not known"):
         ours = train(Noisy, llama, BUDGET)
     assert max(n for n, _ in ours.shapes[-3:]) == 4
-    assert ours.trainer._padmin_pools is None
+    assert ours.trainer._padmin.pools is None
 
 
 # Labels on first tokens that only later windows have

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 import warnings
@@ -138,6 +139,13 @@ class Draws:
         return (torch.rand(len(per_token_logps), 1) > 0.3).float()
 
 
+class DrawsFromPython:
+    """The same, with numbers that are not torch's."""
+
+    def get_off_policy_mask(self, per_token_logps: Any, **_: Any) -> Any:
+        return torch.tensor([[float(random.random() > 0.3)] for _ in per_token_logps])
+
+
 class Counts:
     """Weighs rows by how often it has been asked, which it keeps in a tensor of its own."""
 
@@ -148,7 +156,7 @@ class Counts:
         return torch.ones(len(per_token_logps), 1) / (1 + 0.1 * self.asked)
 
 
-@pytest.mark.parametrize(("kind", "mode"), [(Draws, "joint"), (Counts, "replay")])
+@pytest.mark.parametrize(("kind", "mode"), [(Draws, "joint"), (DrawsFromPython, "joint"), (Counts, "replay")])
 def test_a_loss_whose_calls_differ(kind: type, mode: str) -> None:
     stock, ours = cases.trainers(outer=(kind,))
     options = {"off_policy_mask_threshold": 100.0, "beta": 0.1, "max_steps": 2}

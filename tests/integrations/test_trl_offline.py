@@ -34,6 +34,7 @@ from trl_cases import (
 
 from lightning_padmin import PadMinConfig
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
+from lightning_padmin.integrations.common import Session
 from lightning_padmin.integrations.trl import PadMinMixin
 from lightning_padmin.integrations.trl import hooks as trl_stock
 from lightning_padmin.integrations.trl.offline import OfflineEngine
@@ -225,6 +226,7 @@ def test_where_a_sharded_check_is_left_out_it_is_said_once(recwarn: pytest.Warni
         made: Any = OfflineEngine.__new__(OfflineEngine)
         accelerator = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_main_process=main)
         made._trainer, made._sharded_check_is_due = SimpleNamespace(accelerator=accelerator), True
+        made.session = Session("PadMinMixin", PadMinConfig(), is_main=main)
         return made
 
     first = engine(main=True)

@@ -1,0 +1,142 @@
+"""What Trainers of transformers and of TRL have alike: an accelerator, a `compute_loss`, and steps that users write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_padmin.architectures import HookWatch, reenters
+from lightning_padmin.batch import RowTable, Schema
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.errors import ConfigError
+from lightning_padmin.integrations.common.topology import Kind, Topology
+from lightning_padmin.runtime import DATA_OF_TRAINERS, AttributeState, holders_of, replaced
+from lightning_padmin.verification import Outcome, check_gradients, own_backward, step_of
+
+# Accelerate's name of a way to distribute -> who sees to gradients
+_KINDS: dict[str, Kind] = {"MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "sharded", "DEEPSPEED": "engine"}
+
+
+def topology_of(trainer: Any) -> Topology:
+    """As its accelerator says."""
+    accelerator = trainer.accelerator
+    kind = _KINDS.get(accelerator.distributed_type.value, "single")
+    return Topology(accelerator.process_index, accelerator.num_processes, kind)
+
+
+def refuse_data_parallel(trainer: Any) -> None:
+    """Raises ConfigError for a process with several devices."""
+    count = getattr(trainer.args, "n_gpu", 1)
+    if count > 1:
+        raise ConfigError(f"n_gpu={count}: DataParallel splits batches by itself. Start one process per device")
+
+
+# Steps of the user's own.
+
+
+def own_step(trainer: Any) -> str | None:
+    """Which class of the user's has a `training_step`, as words name it; None if no class has."""
+    return step_of(*type(trainer).__mro__)
+
+
+def has_own_step(trainer: Any) -> bool:
+    """Whether a step of the user's may act on the gradients of a batch."""
+    return "training_step" in vars(trainer) or own_step(trainer) is not None
+
+
+def has_step_in_front(trainer: Any) -> bool:
+    """Whether a step of the user's calls ours, and may look at its batch, change it, or act on its gradient."""
+    kinds = type(trainer).__mro__
+    return "training_step" in vars(trainer) or step_of(*kinds[: _place_of_mixin(kinds)]) is not None
+
+
+def backward_of_step(trainer: Any) -> str | None:
+    """Which step of the user's, called by ours, sends its loss backward itself; None if none does."""
+    kinds = type(trainer).__mro__
+    return own_backward(*kinds[_place_of_mixin(kinds) :])
+
+
+def _place_of_mixin(kinds: tuple[type, ...]) -> int:
+    return next(k for k, each in enumerate(kinds) if each.__module__.split(".")[0] == "lightning_padmin")
+
+
+def look_for_whole_steps(hooks: HookWatch, model: nn.Module, parts: Iterable[nn.Module]) -> None:
+    """Before steps of one backward pass each, in which hooks on parameters fire as ever.
+
+    But where checkpoints are passes of their own, they fire once for each chunk.
+
+    Args:
+        hooks: looks after them.
+        model: what is trained, unwrapped.
+        parts: modules that run in chunks.
+
+    Raises:
+        GradientHookError: one makes something else of parts of gradients.
+    """
+    hooks.look(model, list(parts), parameters=reenters(model))
+
+
+# Passes that are not of the training.
+
+
+@contextmanager
+def untouched_trainer(trainer: Any) -> Iterator[None]:
+    """What calls of `compute_loss` inside write into the trainer, and what belongs to it, is put back."""
+    state = AttributeState(holders_of(trainer), DATA_OF_TRAINERS)
+    try:
+        with state.watching():
+            yield
+    finally:
+        state.restore()
+
+
+def check_step(
+    trainer: Any,
+    topology: Topology,
+    loss: Callable[[Any], Tensor],
+    read: tuple[Any, Schema, RowTable],
+    config: PadMinConfig,
+    model: nn.Module,
+    **how: Any,
+) -> Outcome | None:
+    """Gradients of a few rows, split and as they came, through a trainer's own loss; see `check_gradients`.
+
+    Figures that the loss keeps in the trainer, and what it logs itself, are not of the training.
+
+    Args:
+        trainer: the trainer.
+        topology: of its processes.
+        loss: of prepared or plain inputs.
+        read: a batch, its schema and its row table.
+        config: the declarations that are checked.
+        model: what is trained, unwrapped.
+        how: further arguments of `check_gradients`.
+    """
+    is_sharded = topology.kind == "sharded"
+    with replaced(trainer, log=lambda *_, **__: None):
+        return check_gradients(
+            loss,
+            *read,
+            config,
+            model,
+            exchange=topology.exchange,
+            is_sharded=is_sharded,
+            holders=holders_of(trainer),
+            **how,
+        )
+
+
+__all__ = [
+    "backward_of_step",
+    "check_step",
+    "has_own_step",
+    "has_step_in_front",
+    "look_for_whole_steps",
+    "own_step",
+    "refuse_data_parallel",
+    "topology_of",
+    "untouched_trainer",
+]

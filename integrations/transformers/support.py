@@ -1,0 +1,69 @@
+"""What `PadMinTrainerMixin` refuses before anything runs, and the private hooks of the Trainer that it uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import Trainer
+
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.errors import ConfigError
+from lightning_padmin.integrations.common import check_hooks, needs_rows, refuse_data_parallel, refuse_noise_of
+
+# method -> first parameters, as checked with transformers 5.24
+_EXPECTED = {
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+    "compute_loss": ["self", "model", "inputs"],
+    "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
+}
+
+
+def check_signatures() -> None:
+    """Raises ConfigError when this Trainer's methods are not those that were checked."""
+    check_hooks(
+        [(Trainer, name, expected) for name, expected in _EXPECTED.items()],
+        "transformers",
+        transformers.__version__,
+        "PadMinTrainerMixin was checked with 5.24; use that until it supports this version",
+    )
+
+
+def refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
+    """Raises ConfigError for trainers, arguments and options that are not supported."""
+    args = trainer.args
+    if type(trainer).__module__.startswith("trl."):
+        raise ConfigError(f"{type(trainer).__name__} is a trainer of TRL: use PadMinMixin of integrations.trl")
+    refuse_noise_of(trainer)
+    name = str(getattr(args.optim, "value", args.optim))
+    if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
+        other = name.removesuffix("_layerwise") if name.endswith("_layerwise") else "adafactor"
+        raise ConfigError(
+            f"optim={name!r} takes its steps in the backward pass, which runs once per part of a batch here. Use one "
+            f"that does not (optim={other!r})"
+        )
+    if trainer.label_smoother is not None and not trainer.model_accepts_loss_kwargs:
+        raise ConfigError(
+            f"label_smoothing_factor={args.label_smoothing_factor}: this model's loss is a mean over each batch, and "
+            "the smoothed one is a mean of its own. Set label_smoothing_factor=0"
+        )
+    refuse_data_parallel(trainer)
+    if config.mode not in ("auto", "split"):
+        raise ConfigError(
+            f"mode={config.mode!r}: PadMinTrainerMixin splits batches. Use mode='split', or call the model "
+            "through lightning_padmin.PaddedForward in your own compute_loss"
+        )
+    if config.normalize != "rank":
+        raise ConfigError("normalize='global' is the Trainer's own average_tokens_across_devices: set that")
+
+
+def why_not_packed(trainer: Any, config: PadMinConfig) -> str | None:
+    """What speaks against rows in packs; None: nothing that can be seen from here."""
+    kind = trainer.accelerator.distributed_type.value
+    if kind in ("FSDP", "DEEPSPEED"):
+        return f"under {kind} the passes of the leak test are collective, which was not tried"
+    if config.check == "off":
+        return "check='off' would leave unproven that your loss takes packed rows"
+    if trainer.label_smoother is not None:
+        return "with label_smoothing_factor the first label of each document would not be left out"
+    return needs_rows(config)
