@@ -19,7 +19,7 @@ from lightning_padmin.architectures import refuse_batch_statistics, refuse_noise
 from lightning_padmin.integrations.common.backward import acts_on_gradients, reenters
 from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
 from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined, zero_of_parameters
-from lightning_padmin.integrations.common.first_batch import FirstBatches
+from lightning_padmin.integrations.common.first_batch import MOST_BATCHES, FirstBatches
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.topology import Kind, Topology, ddp_of, has_static_graph
 from lightning_padmin.integrations.common.trainers import (
@@ -40,6 +40,7 @@ from lightning_padmin.runtime import RandomState, replaced
 from lightning_padmin.verification import Advice, OneLoss, Outcome, needs_rows
 
 __all__ = [
+    "MOST_BATCHES",
     "Advice",
     "Apart",
     "FirstBatches",

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_padmin.architectures import HookWatch, reenters
-from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.integrations.common.topology import Kind, Topology
+from lightning_padmin.integrations.common.training import Read
 from lightning_padmin.runtime import DATA_OF_TRAINERS, AttributeState, holders_of, replaced
 from lightning_padmin.verification import Outcome, check_gradients, own_backward, step_of
 
@@ -97,7 +97,7 @@ def check_step(
     trainer: Any,
     topology: Topology,
     loss: Callable[[Any], Tensor],
-    read: tuple[Any, Schema, RowTable],
+    read: Read,
     config: PadMinConfig,
     model: nn.Module,
     **how: Any,

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 try:
+    import transformers
     from transformers import Trainer
 except ImportError as error:
     raise ImportError("PadMinTrainerMixin needs transformers: pip install transformers accelerate") from error
@@ -19,15 +20,18 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import GradientCheckError, GradientHookError, PeerError, TrainingStepError
 from lightning_padmin.integrations.common import (
+    MOST_BATCHES,
     Advice,
+    FirstBatches,
     OneLoss,
     Outcome,
+    Read,
     Session,
     Training,
+    check_hooks,
     check_step,
     has_step_in_front,
     own_step,
@@ -35,11 +39,10 @@ from lightning_padmin.integrations.common import (
     replaced,
     topology_of,
 )
-from lightning_padmin.integrations.transformers.support import check_signatures, refuse_unsupported, why_not_packed
+from lightning_padmin.integrations.transformers.support import refuse_unsupported, why_not_packed
 from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, OutOfMemoryError, PackStyle
 from lightning_padmin.stats import PaddingStats
 
-_MOST_BATCHES = 100
 _STOP = "use PadMinConfig(enabled=False)"
 _COUPLED = (
     "Leave PadMinTrainerMixin out and call the model through lightning_padmin.PaddedForward in your own compute_loss, "
@@ -54,8 +57,13 @@ _FIX_OF_STEPS = (
     "Put the class in front of the mixin, class MyTrainer(Mine, PadMinTrainerMixin, Trainer), where its step runs once "
     "per batch; or use PadMinConfig(enabled=False)"
 )
+# method -> first parameters, as checked with transformers 5.24
+_EXPECTED = {
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+    "compute_loss": ["self", "model", "inputs"],
+    "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
+}
 _logger = logging.getLogger(__name__)
-Read = tuple[Any, Schema, RowTable]
 
 
 class _Share(dict[str, Any]):
@@ -93,10 +101,9 @@ class Engine:
     def __init__(self, trainer: Any, config: PadMinConfig) -> None:
         self._trainer, self.config = trainer, config
         self.pools: bool | None = None
-        self._has_told = self._means_have_told = config.check == "off"
-        self._checked, self._as_stock = 0, False
+        self._first, self._means_have_told = FirstBatches(config.check != "off"), config.check == "off"
+        self._as_stock = self._gives_up = False  # whether this window, and all that come, run as they came
         self._dealt = self._lost = 0  # batches whose rows were regrouped, targets that were subtracted
-        self._first_is_open, self._first_batches = config.check != "off", 0
         self._topology = topology_of(trainer)
         self._session = Session("PadMinTrainerMixin", config, is_main=lambda: trainer.accelerator.is_main_process)
         self._session.announce()
@@ -105,14 +112,8 @@ class Engine:
 
     def _set_up(self) -> None:
         trainer, model = self._trainer, self._trainer.model
-        check_signatures()
+        _check_signatures()
         refuse_unsupported(trainer, self.config)
-        gate = self._session.pack_policy(
-            lambda: why_not_packed(trainer, self.config),
-            lambda: {"model": trainer.accelerator.unwrap_model(model)},
-            trainer.compute_loss_context_manager,
-            say=self._session.notices if self.config.layout == "auto" else None,
-        )
         self._training = Training(
             self._session,
             model,
@@ -120,8 +121,6 @@ class Engine:
             fix_of_hooks=_FIX_OF_HOOKS,
             check=self._look_at_hooks,
             tolerate={"batch-norm"},
-            gate=gate,
-            asks_of_step=True,
         )
         self._training.look()
         self._losses = OneLoss(type(trainer), _FIX_OF_STEPS)
@@ -130,6 +129,13 @@ class Engine:
         known = next((p for each in sources if isinstance(p := getattr(each, "pad_token_id", None), int)), None)
         if self.config.pad_token_id is None and known is not None:
             self.config = replace(self.config, pad_token_id=known)
+        gate = self._session.pack_policy(
+            lambda: why_not_packed(trainer, self.config),
+            lambda: {"model": trainer.accelerator.unwrap_model(model)},
+            trainer.compute_loss_context_manager,
+            say=self._session.notices if self.config.layout == "auto" else None,
+        )
+        self._training.use_gate(gate, asks_of_step=True)
         self._batcher = self._training.batcher(self.config)
         # For windows whose loss is a sum over the targets of all batches; None: the first batch is going to tell.
         summed = replace(self.config, loss_reduction="sum")
@@ -226,7 +232,7 @@ class Engine:
             self._session.count(chunks.stats)
         if self.pools and not sums:
             self._check_means(inputs)
-        if not self._has_told:
+        if self._first.is_due:
             self._check(batcher.read_made_together(lambda: dict(inputs)), num_items, batcher)
         if not self._dealt:
             self._look_at_first_labels(chunks, num_items, batcher)
@@ -324,11 +330,11 @@ class Engine:
 
     def _look_at_reduction(self, batches: list[Any], num_items: Any) -> None:
         """Finds out what kind of loss this is, if that is open."""
-        if self.pools is None and self._checked < _MOST_BATCHES:
+        if self.pools is None and not self._gives_up:
             self.pools = self._decide(batches, num_items)
         # Neither way to split is known to be right then, so this window runs as it came.
         self._as_stock = self.pools is None
-        if self._as_stock and self._checked == 1 and self._trainer.accelerator.is_main_process:
+        if self._as_stock and self._first.count == 1 and self._trainer.accelerator.is_main_process:
             _logger.warning(
                 "PadMinTrainerMixin: the first window does not tell whether the loss is a sum over num_items_in_batch "
                 "(it has no two rows with loss, or no finite gradient), so windows run as they came until one tells"
@@ -339,7 +345,7 @@ class Engine:
 
         None where this window cannot tell.
         """
-        if self._has_told:
+        if not self._first.is_due:
             return True
         read = self._pooling.read_window_together(batches)
         try:
@@ -349,11 +355,9 @@ class Engine:
             return False
         if outcome is not None and outcome.told:
             return True
-        final = outcome is not None and outcome.final
-        self._has_told = False
-        self._checked = _MOST_BATCHES if final else self._checked
-        if self._checked >= _MOST_BATCHES:
-            found = outcome.words if outcome is not None else f"no batch among {_MOST_BATCHES} has two rows with loss"
+        self._gives_up = not self._first.is_due
+        if self._gives_up:
+            found = outcome.words if outcome is not None else f"no batch among {MOST_BATCHES} has two rows with loss"
             self._say(
                 f"{found}. So whether the loss is a sum over num_items_in_batch is not known, and batches run as they "
                 "came. If it is one, set check='off'"
@@ -363,10 +367,7 @@ class Engine:
     def _check(self, read: Read, num_items: Any, batcher: MicroBatcher) -> Outcome | None:
         """Gradients of a few rows through the Trainer's own `compute_loss`, un-split and split."""
         outcome = self._gradients(read, num_items, batcher.config)
-        self._checked += 1
-        self._has_told = (outcome is not None and outcome.final) or self._checked >= _MOST_BATCHES
-        if outcome is not None and (outcome.tells_first or (outcome.final and not outcome.told)):
-            self._first_is_open = False
+        self._first.heard(outcome)
         if outcome is not None and outcome.notable and outcome.told:
             self._say(outcome.words)
         return outcome
@@ -381,13 +382,10 @@ class Engine:
 
     def _look_at_first_labels(self, chunks: MicroBatches, num_items: Any, batcher: MicroBatcher) -> None:
         """Finds out, on the first batch that can tell, whether the loss takes labels on first tokens as declared."""
-        if not self._first_is_open or not batcher.shows_first:
+        if not self._first.first_is_open or not batcher.shows_first:
             return
-        self._first_batches += 1
         read = chunks.source, chunks.schema, chunks.table
-        outcome = self._gradients(read, num_items, batcher.config, first_labels=True)
-        told = outcome is not None and outcome.tells_first
-        self._first_is_open = not told and self._first_batches < _MOST_BATCHES
+        self._first.heard_of_first_labels(self._gradients(read, num_items, batcher.config, first_labels=True))
 
     def _prove(self, batches: list[Any], num_items: Any, batcher: MicroBatcher) -> None:
         """Finds out whether the loss takes packed rows; until it is known they are padded."""
@@ -445,6 +443,16 @@ class Engine:
 
     def _say(self, words: str) -> None:
         self._session.notices(words, key=words)
+
+
+def _check_signatures() -> None:
+    """Raises ConfigError when this Trainer's methods are not those that were checked."""
+    check_hooks(
+        [(Trainer, name, expected) for name, expected in _EXPECTED.items()],
+        "transformers",
+        transformers.__version__,
+        "PadMinTrainerMixin was checked with 5.24; use that until it supports this version",
+    )
 
 
 __all__ = ["Engine"]

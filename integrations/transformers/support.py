@@ -1,32 +1,12 @@
-"""What `PadMinTrainerMixin` refuses before anything runs, and the private hooks of the Trainer that it uses."""
+"""What `PadMinTrainerMixin` refuses before anything runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import transformers
-from transformers import Trainer
-
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.integrations.common import check_hooks, needs_rows, refuse_data_parallel, refuse_noise_of
-
-# method -> first parameters, as checked with transformers 5.24
-_EXPECTED = {
-    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
-    "compute_loss": ["self", "model", "inputs"],
-    "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
-}
-
-
-def check_signatures() -> None:
-    """Raises ConfigError when this Trainer's methods are not those that were checked."""
-    check_hooks(
-        [(Trainer, name, expected) for name, expected in _EXPECTED.items()],
-        "transformers",
-        transformers.__version__,
-        "PadMinTrainerMixin was checked with 5.24; use that until it supports this version",
-    )
+from lightning_padmin.integrations.common import needs_rows, refuse_data_parallel, refuse_noise_of
 
 
 def refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:

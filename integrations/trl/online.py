@@ -87,13 +87,6 @@ class Engine:
             fix_of_hooks=self._fix_of_hooks,
             check=lambda training: None,  # hooks and modes of modules are looked at in the step
             tolerate={"balance-loss"},
-            gate=session.pack_policy(
-                lambda: why_not_packed(trainer),
-                lambda: trl_stock.models_of(trainer),
-                trainer.accelerator.autocast,
-                say=self._say if config.layout == "auto" else None,
-                wants_gradients=True,
-            ),
         )
         findings = self._training.findings
         findings.refuse()
@@ -101,6 +94,14 @@ class Engine:
         self._losses = OneLoss(type(trainer), _FIX_OF_STEPS)
         self._config = findings.options(_for_rows(config))
         self._batchers: dict[int, MicroBatcher] = {}
+        gate = session.pack_policy(
+            lambda: why_not_packed(trainer),
+            lambda: trl_stock.models_of(trainer),
+            trainer.accelerator.autocast,
+            say=self._say if config.layout == "auto" else None,
+            wants_gradients=True,
+        )
+        self._training.use_gate(gate, asks_of_step=False)
         self.mode, why = choose_mode(trainer, config.mode)
         self._checked = config.check == "off" or self.mode == "joint"
         self._may_read_padding = config.check != "off"
