@@ -63,7 +63,6 @@ def test_the_rules_are_kept(copy: Path) -> None:
             "from PADMIN.integrations.common.deepspeed import find_engine",
             "one door",
         ),
-        ("integrations/trl/online.py", "from PADMIN.verification import OneLoss", "from what they share"),
         ("basement.py", "", "rooms below"),
     ],
 )
