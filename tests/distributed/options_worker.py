@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gone_worker import DDPStrategy, LightningEnvironment, run, support, timedelta
+from gone_worker import LightningEnvironment, run, support, timedelta
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_padmin import PadMinCallback, PadMinConfig
 
