@@ -53,6 +53,8 @@ def test_the_rules_are_kept(copy: Path) -> None:
             "from PADMIN.integrations.accelerate import PadMin",
             "none of them",
         ),
+        ("integrations/fabric/loop.py", "from PADMIN.verification import check_gradients", "ask integrations.common"),
+        ("integrations/trl/online.py", "from PADMIN.runtime import replaced", "ask integrations.common"),
         ("forward/proxy.py", "from PADMIN.batch.tree import map_leaves", "batch has one door"),
         (
             "integrations/fabric/loop.py",
