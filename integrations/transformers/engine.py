@@ -133,7 +133,7 @@ class Engine:
             lambda: why_not_packed(trainer, self.config),
             lambda: {"model": trainer.accelerator.unwrap_model(model)},
             trainer.compute_loss_context_manager,
-            say=self._session.notices if self.config.layout == "auto" else None,
+            say=self._say if self.config.layout == "auto" else None,
         )
         self._training.use_gate(gate, asks_of_step=True)
         self._batcher = self._training.batcher(self.config)

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gone_worker import LightningEnvironment, run, support
-from options_worker import LENGTHS, OTHERS
+from gone_cases import LightningEnvironment, support
+from options_worker import LENGTHS, OTHERS, run
 
 from lightning_padmin import PadMinConfig
 

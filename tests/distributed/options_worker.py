@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gone_worker import DDPStrategy, LightningEnvironment, run, support, timedelta
+from gone_cases import DDPStrategy, LightningEnvironment, support, timedelta
+from gone_worker import run as run_with_mark
 
 from lightning_padmin import PadMinCallback, PadMinConfig
 
@@ -45,6 +47,11 @@ OTHERS: dict[str, Any] = {
     "log_prefix": "pad/",
     "log_reduce": {"loss": "sum"},
 }
+
+
+def run(work: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Both ranks of a case."""
+    return run_with_mark(lambda rank, mark: work(rank))
 
 
 def fit(rank: int, callback: PadMinCallback | None, **options: Any) -> None:
