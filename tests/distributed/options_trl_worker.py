@@ -10,10 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gone_worker import LightningEnvironment, run, support
-from options_worker import LENGTHS, OTHERS
+from gone_worker import cases
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from options_worker import LENGTHS, OTHERS, both
 
 from lightning_padmin import PadMinConfig
+
+support = cases.support
 
 # What every adapter here takes; the options of one rank are these, those of the other one differ in one.
 OURS = PadMinConfig(token_budget=64, launch_cost=4)
@@ -94,7 +97,7 @@ def main(output: str, *wanted: str) -> None:
     for case in wanted:
         adapter, what, which = case.split(":")
         other = None if what == "missing" else OURS if what == "same" else replace(OURS, **{what: OTHERS[what]})
-        found[case] = run(partial(work, adapter, int(which), other))
+        found[case] = both(partial(work, adapter, int(which), other))
         Path(output).write_text(json.dumps(found))
 
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gone_worker import LightningEnvironment, run, support, timedelta
+from gone_worker import cases, run
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_padmin import PadMinCallback, PadMinConfig
+
+support = cases.support
 
 LENGTHS = ([24, 20, 12, 12, 6, 6, 6, 6, 3, 2], [4, 3, 5, 2])
 # option -> another value than that of `support.padmin()`
@@ -93,6 +98,11 @@ def loop(rank: int, config: PadMinConfig) -> None:
     print("GRADIENTS")
 
 
+def both(work: Callable[[int], None]) -> list[dict[str, Any]]:
+    """What became of both ranks."""
+    return run(lambda rank, mark: work(rank))
+
+
 def main(output: str) -> None:
     found = {}
     for name, value in OTHERS.items():
@@ -100,17 +110,17 @@ def main(output: str) -> None:
         def differs(rank: int) -> None:
             fit(rank, support.padmin(**({name: value} if rank == 1 else {})))  # noqa: B023
 
-        found[name] = run(differs)
-    found["missing"] = run(lambda rank: fit(rank, support.padmin() if rank == 0 else None))
-    found["same"] = run(
+        found[name] = both(differs)
+    found["missing"] = both(lambda rank: fit(rank, support.padmin() if rank == 0 else None))
+    found["same"] = both(
         lambda rank: fit(rank, support.padmin(loss_reduction=lambda batch: batch["labels"].ne(-100).sum(1)))
     )
-    found["log_every_n_steps"] = run(lambda rank: fit(rank, support.padmin(), log_every_n_steps=1 + rank))
+    found["log_every_n_steps"] = both(lambda rank: fit(rank, support.padmin(), log_every_n_steps=1 + rank))
     ours, other = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=0), PadMinConfig(enabled=False)
     for name, work in (("trainer", train), ("loop", loop)):
-        found[f"{name}-same"] = run(partial(work, config=ours))
-        found[f"{name}-differs"] = run(lambda rank: work(rank, ours if rank else other))  # noqa: B023
-    found["trainer-missing"] = run(lambda rank: train(rank, ours if rank else None))
+        found[f"{name}-same"] = both(partial(work, config=ours))
+        found[f"{name}-differs"] = both(lambda rank: work(rank, ours if rank else other))  # noqa: B023
+    found["trainer-missing"] = both(lambda rank: train(rank, ours if rank else None))
     Path(output).write_text(json.dumps(found))
 
 
