@@ -197,9 +197,9 @@ class PadMinTrainerMixin:
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Stock; ranks hear why another one has ended."""
-        if self._padmin_announced is not None:
-            self._padmin_announced.agree_if_all_have_spoken()
-        with telling_others() if self._padmin.enabled else nullcontext():
+        announced = self._padmin_announced
+        explaining = nullcontext() if announced is None else announced.explaining()
+        with explaining, telling_others() if self._padmin.enabled else nullcontext():
             return super().train(*args, **options)  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -86,12 +87,12 @@ class PadMinMixin:
     def train(self, *args: Any, **options: Any) -> Any:
         """Stock, from the beginning of an accumulation window, wherever an earlier training was given up."""
         announced: Announcement | None = vars(self).get("_padmin_announced")
-        if announced is not None:
-            announced.agree_if_all_have_spoken()
+        explaining = nullcontext() if announced is None else announced.explaining()
         if self._padmin is None:
-            return super().train(*args, **options)  # type: ignore[misc]
+            with explaining:
+                return super().train(*args, **options)  # type: ignore[misc]
         self._padmin.reset()
-        with telling_others():
+        with explaining, telling_others():
             return super().train(*args, **options)  # type: ignore[misc]
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
