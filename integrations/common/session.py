@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -117,10 +117,13 @@ class Session:
                 self.announce()
             self.agree(PATIENCE_OF_LOOPS)
 
-    def agree_if_all_have_spoken(self) -> None:
-        """Agrees without waiting, before a collective that a rank which is refused would miss."""
-        if self._announced is not None:
-            self._announced.agree_if_all_have_spoken()
+    def explaining(self) -> AbstractContextManager[None]:
+        """Around what may break because a rank that was refused has left, before ranks have come to `agree`.
+
+        Raises:
+            ConfigError: in place of an error from inside: ranks differ in what must be the same.
+        """
+        return nullcontext() if self._announced is None else self._announced.explaining()
 
     # A training begins, goes on, ends.
 
@@ -138,9 +141,11 @@ class Session:
         if self.config.enabled:
             explain(error)
 
-    def telling_others(self) -> AbstractContextManager[None]:
-        """`begin` and `ends_with` around a training that is one call."""
-        return telling_others() if self.config.enabled else nullcontext()
+    @contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """`begin`, `explaining` and `ends_with` around a training that is one call."""
+        with self.explaining(), telling_others() if self.config.enabled else nullcontext():
+            yield
 
     def training(self, model: nn.Module, make: Callable[[], Training]) -> Training:
         """The training of a model that comes with every batch; made when it comes first, kept as long as the model."""

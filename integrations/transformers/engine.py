@@ -150,7 +150,6 @@ class Engine:
 
     def training(self) -> AbstractContextManager[None]:
         """Around a training, in which ranks hear why another one has ended."""
-        self._session.agree_if_all_have_spoken()
         return self._session.telling_others()
 
     def agree(self) -> None:

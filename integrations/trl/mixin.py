@@ -112,7 +112,6 @@ class PadMinMixin:
         stock = super().train  # type: ignore[misc]
         if self._padmin is None:
             return stock(*args, **options)
-        self._padmin.session.agree_if_all_have_spoken()
         self._padmin.reset()
         with self._padmin.session.telling_others():
             return stock(*args, **options)

@@ -11,8 +11,8 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
@@ -124,14 +124,29 @@ class Announcement:
             raise
         return self.facts
 
-    def agree_if_all_have_spoken(self) -> None:
-        """`agree` without waiting: for places that come before a collective, which a rank that is refused misses.
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around what may break because a rank that was refused has left, before ranks have come to `agree`.
 
         Raises:
-            ConfigError: as `agree` does.
+            ConfigError: in place of an error from inside: ranks differ in what must be the same.
         """
-        if self._store is not None and not self._missing(self._store):
-            self.agree()
+        try:
+            yield
+        except Exception as error:
+            store = self._store
+            if store is not None and not isinstance(error, ConfigError):
+                facts = None
+                with suppress(RuntimeError):  # the rank that holds it has left
+                    if not self._missing(store):
+                        facts = [json.loads(store.get(key).decode()) for key in self._keys]
+                if facts is not None:
+                    self._store = None
+                    try:
+                        refuse_differences(self._who, facts)
+                    except ConfigError as found:
+                        raise found from error
+            raise
 
     def _missing(self, store: Store) -> list[int]:
         """Ranks that have said nothing; those of the last time where the store is gone, which is then noted."""
