@@ -438,3 +438,12 @@ def test_identity_means_identity(case: Any, data: st.DataObject) -> None:
         assert torch.equal(slots.take(whole, Field("position", fill="continue")), whole)
     elif slots.widths == (width,) and len(rows) == len(start) > 1 and not start.any():
         assert list(rows) != sorted(rows)
+
+
+@pytest.mark.parametrize(
+    ("length", "is_identity"), [([3, 2], True), ([3, 3], True), ([3], True), ([2], False)], ids=str
+)
+def test_what_is_passed_on_as_it_is(length: list[int], is_identity: bool) -> None:
+    """Not one row with padding behind it: its position ids have to continue."""
+    start = np.zeros(len(length), dtype=np.int64)
+    assert layout(start, np.array(length), 3, range(len(length))).is_identity is is_identity
