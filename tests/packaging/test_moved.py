@@ -29,5 +29,5 @@ def test_every_new_path_is_there(old: str) -> None:
 
 
 def test_other_names_are_still_unknown() -> None:
-    with pytest.raises(ModuleNotFoundError, match="lightning_padmin.nothing"):
+    with pytest.raises(ModuleNotFoundError, match=r"lightning_padmin\.nothing"):
         importlib.import_module("lightning_padmin.nothing")
