@@ -92,6 +92,10 @@ class PadMin:
         """Counts of this rank, over all batches whose loop ran to its end."""
         return self._session.stats
 
+    @stats.setter
+    def stats(self, stats: PaddingStats) -> None:
+        self._session.stats = stats
+
     @property
     def enabled(self) -> bool:
         """Whether batches are split."""

@@ -216,6 +216,10 @@ class Session:
         """Counts of this rank, of its whole life."""
         return self.meter.total
 
+    @stats.setter
+    def stats(self, stats: PaddingStats) -> None:
+        self.meter.total = stats
+
     def count(self, stats: PaddingStats) -> None:
         """Counts a batch of this rank."""
         self.meter.add(stats)

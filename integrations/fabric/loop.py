@@ -98,6 +98,10 @@ class FabricPadMin:
         """Counts of this rank, over all batches whose loop ran to its end."""
         return self._session.stats
 
+    @stats.setter
+    def stats(self, stats: PaddingStats) -> None:
+        self._session.stats = stats
+
     def micro_batches(self, batch: Any, model: nn.Module, *, is_accumulating: bool = False) -> Iterator[MicroBatch]:
         """The micro-batches of one batch, for one forward pass and one `fabric.backward(loss * weight)` each.
 

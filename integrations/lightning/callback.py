@@ -146,6 +146,10 @@ class PadMinCallback(pl.Callback):
         """Counts of this rank, over all fits with this callback."""
         return self._session.stats
 
+    @stats.setter
+    def stats(self, stats: PaddingStats) -> None:
+        self._session.stats = stats
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuses what cannot be exact, then replaces the optimization loop."""
         # Before the barrier with which Lightning begins a run, behind which all ranks have announced.

@@ -101,6 +101,19 @@ def inspect_model(model: nn.Module) -> list[Finding]:
     return sorted(findings, key=lambda finding: order[finding.severity])
 
 
+def refuse_architecture(model: nn.Module) -> list[Finding]:
+    """The findings that do not refuse.
+
+    Raises:
+        ArchitectureError: the model cannot be regrouped; the message names every reason.
+    """
+    findings = inspect_model(model)
+    refusals = [finding for finding in findings if finding.severity == "refuse"]
+    if refusals:
+        raise ArchitectureError("; ".join(f"{finding.where}: {finding.reason}" for finding in refusals))
+    return findings
+
+
 def row_limit(findings: Iterable[Finding]) -> int | None:
     """The longest row for which refusals that depend on lengths do not hold; None where there is no such refusal."""
     return min((each.exact_up_to for each in findings if each.exact_up_to is not None), default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -71,6 +72,32 @@ def attention_inside(function: Any) -> Any:
     return function
 
 
+class _Functions:
+    """Functions of torch without dropout. They are the process's: threads share them, and the last puts them back."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._undo = threading.Lock(), 0, ExitStack()
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._undo.enter_context(replaced(F, **dict.fromkeys(_DROPOUTS, _kept_whole)))
+                now = F.scaled_dot_product_attention  # the user's own, where one was written over it
+                self._undo.enter_context(replaced(F, scaled_dot_product_attention=partial(_attention, now)))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._undo.close()
+
+
+_functions = _Functions()
+
+
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[_Watch]:
     """No dropout inside, in forward passes and where checkpointing computes them again; recurrent layers included.
@@ -82,9 +109,7 @@ def without_dropout(module: nn.Module) -> Iterator[_Watch]:
     with ExitStack() as stack:
         # The mode is not on where a backward pass computes a forward pass again, nor inside of functions that handle
         # modes themselves; these look the functions up by name.
-        stack.enter_context(replaced(F, **dict.fromkeys(_DROPOUTS, _kept_whole)))
-        now = F.scaled_dot_product_attention  # the user's own, where one was written over it
-        stack.enter_context(replaced(F, scaled_dot_product_attention=partial(_attention, now)))
+        stack.enter_context(_functions.without_dropout())
         for child in module.modules():
             if isinstance(child, nn.RNNBase) and child.dropout:
                 stack.enter_context(replaced(child, dropout=0.0))

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
 
 import torch
-from gone_worker import DDPStrategy, LightningEnvironment, run, support, timedelta
+from gone_cases import DDPStrategy, LightningEnvironment, support, timedelta
+from gone_worker import run as run_with_mark
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -226,6 +227,11 @@ def is_whole(adapter: str, path: Path) -> bool:
     except Exception:
         return False
     return True
+
+
+def run(work: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Both ranks of a scenario."""
+    return run_with_mark(lambda rank, mark: work(rank))
 
 
 def main(root: str, *scenarios: str) -> None:
