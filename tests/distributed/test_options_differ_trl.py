@@ -46,6 +46,7 @@ def judge(case: str, ranks: Ranks) -> None:
     assert f"{who}: {what} differs between ranks" in texts[other] or f"ConfigError: {what}=" in texts[other]
 
 
+@pytest.mark.slow
 def test_a_few_options_are_refused_by_name(tmp_path: Path) -> None:
     for case, ranks in found(tmp_path, *QUICK).items():
         judge(case, ranks)

@@ -196,6 +196,7 @@ def test_windows_are_pooled_where_losses_are_sums() -> None:
     assert "padmin/waste" not in stock.logs[0]
 
 
+@pytest.mark.slow  # as a scenario of every adapter: tests/adapters
 @pytest.mark.parametrize("how", ["token-mean", "row-mean"])
 def test_batches_are_split_where_losses_are_means(how: str) -> None:
     config = PadMinConfig(token_budget=64, launch_cost=4, loss_reduction=how)
@@ -203,6 +204,7 @@ def test_batches_are_split_where_losses_are_means(how: str) -> None:
     assert max(n for n, _ in ours.shapes) <= 4
 
 
+@pytest.mark.slow  # as a scenario of every adapter: tests/adapters
 @pytest.mark.usefixtures("equal_weights")
 def test_weights_of_one_over_k_are_far_off() -> None:
     config = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=PAD, check="off")
@@ -217,6 +219,7 @@ def test_a_wrong_declaration_is_refused(declared: str) -> None:
         train(Ours, MeanLoss, config)
 
 
+@pytest.mark.slow  # as a scenario of every adapter: tests/adapters
 def test_left_padding_equals_right_padding() -> None:
     right = train(Trainer)
     left = train(Ours, padmin=BUDGET, collator=lambda samples: collate(samples, left=True))
@@ -278,6 +281,7 @@ def test_evaluation_is_untouched() -> None:
     assert (5, 30) in ours.shapes
 
 
+@pytest.mark.slow  # as a scenario of every adapter: tests/adapters
 def test_switched_off_it_is_stock_to_the_bit() -> None:
     stock, off = train(Trainer), train(Ours, padmin=PadMinConfig(enabled=False))
     assert all(torch.equal(a, b) for a, b in zip(stock.gradients, off.gradients, strict=True))
@@ -285,6 +289,7 @@ def test_switched_off_it_is_stock_to_the_bit() -> None:
     assert not any(key.startswith("padmin/") for log in off.logs for key in log)
 
 
+@pytest.mark.slow  # as a scenario of every adapter: tests/adapters
 def test_mixed_precision() -> None:
     stock, ours = train(Trainer, bf16=True), train(Ours, padmin=BUDGET, bf16=True)
     assert apart(ours, stock) <= 0.05
