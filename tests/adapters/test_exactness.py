@@ -24,7 +24,7 @@ QUICK = {
     "lightning": set(SCENARIOS) - {"greedy plans", "widths rounded", "accumulation 3, two steps"},
     "fabric": {
         "left padding",
-        "rows without loss",
+        "rows without loss tokens",
         "accumulation 3",
         "row weights",
         "shape buckets",

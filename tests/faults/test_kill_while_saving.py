@@ -62,10 +62,12 @@ HALF: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
+@pytest.mark.slow
 def test_lightning_with_a_sampler(tmp_path: Path) -> None:
     judge(tmp_path, run(tmp_path, "lightning:never:0", "lightning:file:0", "lightning:state:1"))
 
 
+@pytest.mark.slow
 def test_control_another_checkpoint_ends_elsewhere(tmp_path: Path) -> None:
     """The comparison sees where a run went on from."""
     found = run(tmp_path, "lightning:never:0")
