@@ -41,8 +41,6 @@ class Training:
             may hold a reference to the model.
         tolerate: findings that are no refusal here, see `screen`; `width` too.
         width: what widths are rounded to, where a model that needs another number is refused.
-        gate: see `use_gate`; `asks_of_step` too.
-        asks_of_step: see there.
 
     Attributes:
         notices: says warnings, each once in this training.
@@ -64,8 +62,6 @@ class Training:
         check: Callable[[Training], None] | None = None,
         tolerate: Collection[Tolerable] = (),
         width: int | None = None,
-        gate: PackGate | None = None,
-        asks_of_step: bool = False,
     ) -> None:
         self._session, self.topology = session, topology
         self._model = weakref.ref(model)
@@ -75,8 +71,8 @@ class Training:
         self.findings: Findings = screen(model, tolerate=tolerate, width=width)
         self.hooks = HookWatch(fix_of_hooks)
         self.notices = session.new_notices()
+        self.gate: PackGate | None = None
         self.packs: PackCheck | None = None
-        self.use_gate(gate, asks_of_step=asks_of_step)
         self._batcher: MicroBatcher | None = None
 
     @property
@@ -138,7 +134,7 @@ class Training:
     # Batchers.
 
     def use_gate(self, gate: PackGate | None, *, asks_of_step: bool) -> None:
-        """Rows may be packed; to be called before batchers are made, where it is not known from the start.
+        """Rows may be packed; to be called before batchers are made.
 
         Args:
             gate: see `Session.pack_policy`.

@@ -278,10 +278,12 @@ def test_every_batch_goes_one_way_with_one_exchange(way: str, monkeypatch: pytes
 
 def test_rows_are_packed_once_the_step_has_been_seen_to_take_packs() -> None:
     session = Session("PadMin", PadMinConfig(token_budget=8, layout="pack"))
-    ready = training_of(session, gate=Gate(), asks_of_step=False)
+    ready = training_of(session)
+    ready.use_gate(Gate(), asks_of_step=False)
     assert ready.packs is None
     assert ready.prepare(batch_of(4, 4, 2)).plan.is_packed
-    training = training_of(session, gate=Gate(), asks_of_step=True)
+    training = training_of(session)
+    training.use_gate(Gate(), asks_of_step=True)
     assert training.packs is not None
     assert not training.prepare(batch_of(4, 4, 2)).plan.is_packed
     outcome = Outcome(0.0, True, True, False, "")
