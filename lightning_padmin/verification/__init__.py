@@ -14,14 +14,18 @@ change.
     made_with       what a proof of packs was made with
     pack_check      the check of the step on packs
     one_loss        a trainer's own step, watched
+    facets          what a batch shows, so that a proof holds for no more than that
+    ledger          what was shown to checks, and when the next one is due
     equivalence     `verify_equivalence`, for the command line and for tests
 """
 
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.verification.compare import Tolerance, dtypes_of, relative_difference
 from lightning_padmin.verification.equivalence import Report, verify_equivalence
+from lightning_padmin.verification.facets import batch_facets, model_facets, row_facets
 from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
+from lightning_padmin.verification.ledger import Ledger
 from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_of
 from lightning_padmin.verification.pack_check import PackCheck
 from lightning_padmin.verification.passes import difference_over_ranks, sketched_shards
@@ -35,6 +39,7 @@ from lightning_padmin.verification.sketch import (
 
 __all__ = [
     "Advice",
+    "Ledger",
     "OneLoss",
     "OnlyBackwardError",
     "Outcome",
@@ -43,15 +48,18 @@ __all__ = [
     "Report",
     "Sketches",
     "Tolerance",
+    "batch_facets",
     "check_gradients",
     "difference",
     "difference_over_ranks",
     "dtypes_of",
     "gate_of",
+    "model_facets",
     "needs_rows",
     "own_backward",
     "refuse_unproven",
     "relative_difference",
+    "row_facets",
     "scales",
     "sizes",
     "sketched_gradients",

@@ -1,0 +1,177 @@
+"""What a batch shows: a gradient check is a proof for what its rows have shown, and for nothing else.
+
+A facet is a short text, such as `"'labels' is 3"` or `"rows without loss"`. The list of kinds is closed, so that a
+training has few of them: values of entries are told apart only where there are few. What a *loss* shows is another
+question, see `fingerprint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_padmin.batch import RowTable, Schema
+
+Rows = NDArray[np.bool_]
+MOST_VALUES = 16
+"""Of an entry with more different values, only the extremes are told apart."""
+_MOST_ITEMS = 16  # of one row, in an entry that is looked at by value
+_MOST_LABEL = 1024  # labels of tokens above are of a vocabulary
+
+
+def row_facets(leaves: Mapping[str, Any], schema: Schema, table: RowTable) -> dict[str, Rows]:
+    """Which rows show what.
+
+    One copy from the device to the host, of entries with at most 16 numbers per row, and one of labels per token.
+
+    Args:
+        leaves: the entries of the batch, by path.
+        schema: its schema.
+        table: its row table.
+
+    Returns:
+        Facet -> (B,) bool, the rows that show it; a facet that no row shows is left out.
+    """
+    padded = (table.start + table.length < np.array(table.widths)).any(axis=1)
+    found = {
+        "left padding": (table.start > 0).any(axis=1),
+        "padding behind rows": padded,
+        "rows without padding": ~padded & (table.start == 0).all(axis=1),
+    }
+    if table.counts_loss:
+        found["rows without loss"] = table.loss_tokens == 0
+    if len(table.first_weight):
+        found["a label on first tokens"] = table.first_weight > 0
+    for path, counts in table.units.items():
+        found |= {f"{path!r} in a row": counts > 0, f"several of {path!r} in a row": counts > 1}
+    for path, values in _values(leaves, schema).items():
+        found |= _of_values(path, values)
+    found |= _of_tokens(leaves, schema)
+    return {name: rows for name, rows in found.items() if rows.any()}
+
+
+def batch_facets(leaves: Mapping[str, Any], schema: Schema, groups: Sequence[Sequence[int]] = ()) -> set[str]:
+    """What a batch shows beside its rows.
+
+    Args:
+        leaves: its entries, by path.
+        schema: its schema.
+        groups: the rows of each of its micro-batches; none where it stays whole.
+    """
+    found = {"several micro-batches"} if len(groups) > 1 else set()
+    for path, field in schema.fields.items():
+        leaf = leaves.get(path)
+        if isinstance(leaf, Tensor):
+            found.add(f"{path!r} is {str(leaf.dtype).removeprefix('torch.')}")
+        elif field.kind == "static" and (leaf is None or isinstance(leaf, bool | str)):
+            found.add(f"{path!r} is {leaf!r}"[:120])
+        elif field.kind == "static" and isinstance(leaf, int | float):
+            found.add(f"{path!r} is {'0' if leaf == 0 else 'not 0'}")
+        else:
+            found.add(f"{path!r} is there")
+    return found
+
+
+def model_facets(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> set[str]:
+    """What the model is like: which parameters are trained, and which modules are in training mode."""
+    trained = hash(tuple(each.requires_grad for each in parameters))
+    modes = hash(tuple(each.training for each in modules))
+    return {f"other parameters are trained ({trained:x})", f"other modules are in training mode ({modes:x})"}
+
+
+def _values(leaves: Mapping[str, Any], schema: Schema) -> dict[str, NDArray[Any]]:
+    """(B, n) values of row entries with few numbers, or few texts, per row."""
+    found: dict[str, NDArray[Any]] = {}
+    tensors: dict[str, Tensor] = {}
+    for path, field in schema.fields.items():
+        leaf = leaves.get(path)
+        if field.kind != "row":
+            continue
+        if isinstance(leaf, Tensor) and not leaf.is_complex() and not leaf.is_quantized:
+            rows = leaf.detach().movedim(field.row_dim, 0).reshape(schema.rows, -1) if leaf.numel() else None
+            if rows is not None and rows.shape[1] <= _MOST_ITEMS:
+                tensors[path] = rows
+        elif (
+            isinstance(leaf, list | tuple)
+            and len(leaf) == schema.rows
+            and all(isinstance(each, bool | int | float | str) for each in leaf)
+        ):
+            found[path] = _numbered(leaf)
+    by_device: dict[torch.device, list[str]] = {}
+    for path, rows in tensors.items():
+        by_device.setdefault(rows.device, []).append(path)
+    for paths in by_device.values():
+        # float64 holds each of these but large integers, for which it is enough to be many.
+        host = torch.cat([tensors[path].double() for path in paths], dim=1).cpu().numpy()
+        ends = np.cumsum([tensors[path].shape[1] for path in paths])[:-1]
+        found |= dict(zip(paths, np.split(host, ends, axis=1), strict=True))
+    return {path: _as_integers(each, leaves[path]) for path, each in found.items()}
+
+
+def _numbered(texts: Sequence[Hashable]) -> NDArray[Any]:
+    if all(isinstance(each, int | float) for each in texts):
+        return np.array(texts, dtype=np.float64)[:, None]
+    return np.array([str(each)[:40] for each in texts])[:, None]
+
+
+def _as_integers(values: NDArray[Any], leaf: Any) -> NDArray[Any]:
+    is_integer = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+    return values.astype(np.int64) if is_integer else values
+
+
+def _of_values(path: str, values: NDArray[Any]) -> dict[str, Rows]:
+    """Each value of integers and texts where there are few, else the extremes; of floats whether they are 0, vary."""
+    distinct = np.unique(values)
+    if values.dtype.kind in "iU":
+        if len(distinct) <= MOST_VALUES:
+            return {f"{path!r} is {value}": (values == value).any(axis=1) for value in distinct.tolist()}
+        if values.dtype.kind == "U":
+            return {f"{path!r} varies": np.ones(len(values), dtype=bool)}
+    found = {f"{path!r} is 0": (values == 0).any(axis=1), f"{path!r} is not 0": (values != 0).any(axis=1)}
+    found[f"{path!r} is below 0"] = (values < 0).any(axis=1)
+    found[f"{path!r} is no number"] = ~np.isfinite(values).all(axis=1)
+    if len(distinct) > 1:
+        ends = np.nanmin(values), np.nanmax(values)
+        found |= {
+            f"{path!r} varies, {name}": (values == end).any(axis=1)
+            for name, end in zip(("lowest", "highest"), ends, strict=True)
+        }
+    return found
+
+
+def _of_tokens(leaves: Mapping[str, Any], schema: Schema) -> dict[str, Rows]:
+    """Values of labels per token where there are few, as in tagging; of a loss mask, whether weights vary."""
+    found: dict[str, Rows] = {}
+    for path in (schema.labels, schema.loss_mask):
+        leaf = None if path is None else leaves.get(path)
+        field = None if path is None else schema.fields.get(path)
+        if not isinstance(leaf, Tensor) or field is None or field.kind != "position" or field.row_dim != 0:
+            continue
+        rows = leaf.detach().reshape(schema.rows, -1)
+        if not rows.numel():
+            continue
+        if rows.is_floating_point():
+            values = rows.double()
+            fraction = ((values != 0) & (values != 1)).any(dim=1).cpu().numpy()
+            found |= {f"{path!r} weighs tokens": fraction}
+        elif rows.dtype != torch.bool:
+            found |= _of_labels(path, rows)
+    return found
+
+
+def _of_labels(path: str | None, rows: Tensor) -> dict[str, Rows]:
+    if int(rows.amax()) > _MOST_LABEL:
+        return {}
+    values = rows.cpu().numpy()
+    distinct = np.unique(values[values >= 0])
+    if len(distinct) > MOST_VALUES:
+        return {}
+    return {f"{path!r} has {value}": (values == value).any(axis=1) for value in distinct.tolist()}
+
+
+__all__ = ["MOST_VALUES", "batch_facets", "model_facets", "row_facets"]

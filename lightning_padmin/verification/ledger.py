@@ -1,0 +1,143 @@
+"""Which facets a training has shown to gradient checks that passed, and when another check is due.
+
+A verdict holds for what it has seen: a batch that shows something new is checked before it is trained on. Besides
+there are checks at steps 1, 3, 10, 30 and 100, and after that every so often, for what no facet tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_padmin.errors import PadMinError
+
+FIRST_STEPS = (1, 3, 10, 30, 100)
+MOST_FACETS = 64
+_MOST_TRIES = 8  # batches on which a facet is looked for in vain
+_MOST_KEPT = 64  # audits that the record names; the others are counted
+
+
+@dataclass(frozen=True)
+class Audit:
+    """One check of a training.
+
+    Attributes:
+        step: batches up to and with the one that was checked.
+        difference: max |split - un-split| / max |un-split| over all gradients.
+        facets: what it has seen that none before had.
+    """
+
+    step: int
+    difference: float
+    facets: tuple[str, ...]
+
+
+class Ledger:
+    """What one training has shown to its checks.
+
+    Args:
+        every: steps between two checks once there have been 100; 0: none are due but for what is new.
+
+    Attributes:
+        step: batches so far, with the one that is about to run.
+        audits: checks that have passed.
+        worst: the largest difference among them.
+        last: the step of the last one.
+        record: the first and the last of them.
+    """
+
+    def __init__(self, every: int = 500) -> None:
+        self.every, self.step, self.audits, self.worst, self.last = every, 0, 0, 0.0, 0
+        self.record: list[Audit] = []
+        self._seen: dict[str, int] = {}
+        self._tries: dict[str, int] = {}
+        self._new: frozenset[str] = frozenset()
+        self._is_due = False
+
+    def begin_step(self) -> None:
+        """Another batch comes."""
+        self.step += 1
+        self._new = frozenset()
+        step = self.step
+        late = step > FIRST_STEPS[-1] and self.every > 0 and (step - FIRST_STEPS[-1]) % self.every == 0
+        self._is_due = step in FIRST_STEPS or late
+
+    def show(self, facets: Iterable[str]) -> None:
+        """What the batch that is about to run shows; may be called more than once for a step."""
+        room = MOST_FACETS - len(self._seen)
+        new = [each for each in facets if each not in self._seen and self._tries.get(each, 0) < _MOST_TRIES]
+        self._new |= frozenset(sorted(new)[: max(room, 0)])
+
+    @property
+    def new(self) -> frozenset[str]:
+        """What the batch shows that no check has seen."""
+        return self._new
+
+    @property
+    def wants(self) -> bool:
+        """Whether this batch is to be checked: it shows something new, or the time has come."""
+        return self._is_due or bool(self._new)
+
+    def has_seen(self, facet: str) -> bool:
+        """Whether a check that passed has seen it, or it was looked for often enough."""
+        return facet in self._seen or self._tries.get(facet, 0) >= _MOST_TRIES or len(self._seen) >= MOST_FACETS
+
+    def passed(self, difference: float, facets: Iterable[str]) -> None:
+        """A check of this batch has passed.
+
+        Args:
+            difference: see `Audit`.
+            facets: what its rows have shown; others of this batch are left open.
+        """
+        shown = [each for each in sorted(set(facets)) if each not in self._seen]
+        shown = shown[: max(MOST_FACETS - len(self._seen), 0)]
+        self._seen |= dict.fromkeys(shown, self.step)
+        self.audits, self.last, self.worst = self.audits + 1, self.step, max(self.worst, difference)
+        if len(self.record) >= _MOST_KEPT:
+            del self.record[_MOST_KEPT // 2]
+        self.record.append(Audit(self.step, difference, tuple(shown)))
+        self.could_not_tell()
+
+    def could_not_tell(self) -> None:
+        """A check of this batch could not tell; what it shows is looked for on some more batches."""
+        for facet in self._new - set(self._seen):
+            self._tries[facet] = self._tries.get(facet, 0) + 1
+        self._new, self._is_due = frozenset(), False
+
+    @property
+    def given_up(self) -> list[str]:
+        """Facets that no check could see on several batches."""
+        return sorted(facet for facet, tries in self._tries.items() if tries >= _MOST_TRIES and facet not in self._seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: plain numbers, texts and lists."""
+        record = [asdict(each) | {"facets": list(each.facets)} for each in self.record]
+        return {
+            "step": self.step,
+            "audits": self.audits,
+            "worst": self.worst,
+            "last": self.last,
+            "facets": dict(self._seen),
+            "record": record,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on counting. What was seen before counts as history alone: code may have changed since.
+
+        Raises:
+            PadMinError: something is missing or of another type.
+        """
+        try:
+            record = [
+                Audit(int(each["step"]), float(each["difference"]), tuple(map(str, each["facets"])))
+                for each in state["record"]
+            ]
+            numbers = int(state["step"]), int(state["audits"]), float(state["worst"]), int(state["last"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise PadMinError(f"audits of a checkpoint cannot be read: {type(error).__name__}: {error}") from None
+        self.step, self.audits, self.worst, self.last = numbers
+        self.record = record
+
+
+__all__ = ["FIRST_STEPS", "MOST_FACETS", "Audit", "Ledger"]
