@@ -80,6 +80,7 @@ class Outcome:
         words: the finding as a sentence.
         tells_first: whether a loss that takes labels on first tokens, or does not, against the declaration would
             have been found.
+        rows: which of the batch it has looked at; none: all.
     """
 
     difference: float
@@ -88,6 +89,7 @@ class Outcome:
     notable: bool
     words: str
     tells_first: bool = False
+    rows: tuple[int, ...] = ()
 
 
 def check_gradients(
@@ -605,7 +607,8 @@ class _Check:
         untellable = status in (Status.RANDOM, Status.ROUTING)
         final = untellable or (told and bool(table[:, 4].any()))
         tells_first = told and bool(table[:, 5].any())
-        return Outcome(value, told, final, untellable or status is Status.ROLLED, words, tells_first)
+        rows = tuple(map(int, self._probe.rows))
+        return Outcome(value, told, final, untellable or status is Status.ROLLED, words, tells_first, rows)
 
     def _words(self, status: Status, matching: int, value: float, parameter: str) -> str:
         n, way = len(self._probe.rows), "split" if not self._is_joint else "joint"
