@@ -14,12 +14,14 @@ change.
     made_with       what a proof of packs was made with
     pack_check      the check of the step on packs
     one_loss        a trainer's own step, watched
+    fingerprint     what kind of loss a batch had, told from its autograd graph
     equivalence     `verify_equivalence`, for the command line and for tests
 """
 
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.verification.compare import Tolerance, dtypes_of, relative_difference
 from lightning_padmin.verification.equivalence import Report, verify_equivalence
+from lightning_padmin.verification.fingerprint import Fact, Fingerprint, fingerprint, what_changed
 from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
 from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_of
@@ -35,6 +37,8 @@ from lightning_padmin.verification.sketch import (
 
 __all__ = [
     "Advice",
+    "Fact",
+    "Fingerprint",
     "OneLoss",
     "OnlyBackwardError",
     "Outcome",
@@ -47,6 +51,7 @@ __all__ = [
     "difference",
     "difference_over_ranks",
     "dtypes_of",
+    "fingerprint",
     "gate_of",
     "needs_rows",
     "own_backward",
@@ -58,4 +63,5 @@ __all__ = [
     "sketched_shards",
     "step_of",
     "verify_equivalence",
+    "what_changed",
 ]
