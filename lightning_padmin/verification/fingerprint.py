@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -88,7 +88,11 @@ _VIEWS = _words(
 )
 _WEIGHT = {"Addmm": 2, "Mm": 1}  # which input is the weight of a linear layer
 _REPEATS = 16  # how often one way from an operation to another is gone
+_MOST_ZEROS = 4
 _REDUCTIONS = {"0": "'none'", "1": "'mean'", "2": "'sum'"}
+
+
+_Key = tuple[str, str, str, str]
 
 
 class Fact(NamedTuple):
@@ -98,11 +102,13 @@ class Fact(NamedTuple):
         operation: as autograd names it.
         name: of what is saved.
         state: what it is, in words.
+        operand: what a factor is put to.
     """
 
     operation: str
     name: str = ""
     state: str = ""
+    operand: str = ""
 
     def __str__(self) -> str:
         if not self.name:
@@ -114,10 +120,15 @@ class Fact(NamedTuple):
         if self.state in (_NEGATIVE, _POSITIVE):
             number = "number" if self.name == "self" else f"number minus its {self.name.removeprefix('self-')}"
             return f"{self.operation} of a {self.state.replace('not negative', 'positive')} {number}"
-        if self.state in (_ZERO, _NONZERO):
-            return f"{self.operation} with a factor ({self.name}) that is {self.state.replace('zero', '0')}"
+        if self.state == _NONZERO or self.state.startswith(_ZERO):
+            return self.with_factor(f"is {self.state.replace(_ZERO, '0')}")
         state = _REDUCTIONS.get(self.state, self.state) if self.name == "reduction" else self.state
         return f"{self.operation} with {self.name}={state}"
+
+    def with_factor(self, what: str) -> str:
+        """Of a factor: which, and that it `what`."""
+        operand = f" of {self.operand}" if self.operand else ""
+        return f"{self.operation}{operand} with a factor ({self.name}) that {what}"
 
 
 class _Unread(NamedTuple):
@@ -125,6 +136,7 @@ class _Unread(NamedTuple):
 
     operation: str
     name: str
+    operand: str
     judge: Callable[[float], str]
 
 
@@ -151,8 +163,12 @@ class Fingerprint:
         for each in self.scalars:
             by_device.setdefault(each.device, []).append(each.to(_wide(each.device)))
         values = [value for parts in by_device.values() for value in torch.cat(parts).tolist()]
-        read = (Fact(what.operation, what.name, what.judge(v)) for what, v in zip(self._unread, values, strict=True))
-        return self.static.union(read)
+        return self.static.union(
+            _counted(
+                (what.operation, what.name, what.judge(value), what.operand)
+                for what, value in zip(self._unread, values, strict=True)
+            )
+        )
 
     @cached_property
     def key(self) -> str:
@@ -167,16 +183,29 @@ def _wide(device: torch.device) -> torch.dtype:
 def what_changed(before: Fingerprint, after: Fingerprint) -> str:
     """What the loss `after` has that the one `before` had not, in words; else what it no longer has; else ""."""
     old, new = before.resolve(), after.resolve()
-    had = {(fact.operation, fact.name): fact.state for fact in old - new}
-    told = []
-    for fact in _main(new - old):
-        if fact.state == _NONZERO and had.get((fact.operation, fact.name)) == _ZERO:
-            told.append(f"{fact.operation} with a factor ({fact.name}) that was 0")
-        else:
-            told.append(str(fact))
-    if not told and had:
-        return "no longer " + ", ".join(str(fact) for fact in _main(old - new))
+    gone, fresh = _main(old - new), _main(new - old)
+    left = {fact[:2] + fact[3:]: fact for fact in gone if fact.state.startswith(_ZERO)}  # the largest number of them
+    told = [fact.with_factor("was 0") for fact in left.values()]
+    told += [str(fact) for fact in fresh if not (fact.state == _NONZERO and fact[:2] + fact[3:] in left)]
+    if not fresh and gone and not left:
+        return "no longer " + ", ".join(map(str, gone))
+    if not fresh and any(not fact.name for fact in gone):  # a term is gone as a whole
+        return "no longer " + ", ".join(map(str, gone))
     return ", ".join(told)
+
+
+def _counted(found: Iterable[_Key]) -> frozenset[Fact]:
+    """Each once; but factors that are 0 up to `_MOST_ZEROS` times, since terms of one kind may come in one by one."""
+    counts: dict[_Key, int] = {}
+    for each in found:
+        counts[each] = counts.get(each, 0) + 1
+    facts = set()
+    for (operation, name, state, operand), count in counts.items():
+        facts.add(Fact(operation, name, state, operand))
+        if state == _ZERO:
+            several = (f"{_ZERO} ({number} times)" for number in range(2, min(count, _MOST_ZEROS) + 1))
+            facts.update(Fact(operation, name, each, operand) for each in several)
+    return frozenset(facts)
 
 
 def _main(facts: frozenset[Fact]) -> list[Fact]:
@@ -200,24 +229,25 @@ def fingerprint(loss: Tensor, *, most: int = 512, stop: Collection[Any] = ()) ->
         most: operations that are looked at.
         stop: `grad_fn`s of the model's outputs, where they are known; these and what is below is left out.
     """
-    found: set[tuple[str, str, str]] = set()
+    found: list[_Key] = []
     waiting: dict[tuple[torch.device, torch.dtype], list[tuple[_Unread, Tensor]]] = {}
     for node, how in _walk(loss.grad_fn, most, frozenset(stop)):
         operation = how.name or node.name()
-        found.add((operation, "", ""))
-        for name, value, judge in _saved(node, how) if how.readers else ():
+        found.append((operation, "", "", ""))
+        for name, value, judge, *operand in _saved(node, how) if how.readers else ():
+            to = operand[0] if operand else ""
             if not isinstance(value, Tensor):
-                found.add((operation, name, judge(value)))
+                found.append((operation, name, judge(value), to))
             elif value.device.type == "cpu":
-                found.add((operation, name, judge(value.item())))
+                found.append((operation, name, judge(value.item()), to))
             else:
-                entry = (_Unread(operation, name, judge), value)
+                entry = (_Unread(operation, name, to, judge), value)
                 waiting.setdefault((value.device, value.dtype), []).append(entry)
     by_device = sorted(waiting.items(), key=lambda item: str(item[0]))
     with torch.no_grad():
         stacks = tuple(torch.stack([value.reshape(()) for _, value in entries]) for _, entries in by_device)
     unread = tuple(what for _, entries in by_device for what, _ in entries)
-    return Fingerprint(frozenset(Fact(*each) for each in found), stacks, unread)
+    return Fingerprint(_counted(found), stacks, unread)
 
 
 def _walk(root: Any, most: int, stop: frozenset[Any]) -> Iterator[tuple[Any, _How]]:
@@ -274,7 +304,7 @@ def _is_parameter(node: Any) -> bool:
 # What a node saved
 
 
-_Facts = Iterator[tuple[str, Any, Callable[[Any], str]]]
+_Facts = Iterator[tuple[Any, ...]]  # name, value, how it is judged, and what a factor is put to
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,9 +385,9 @@ def _learnt(node: Any, kind: type) -> _How:
     )
 
 
-def _saved(node: Any, how: _How) -> list[tuple[str, Any, Callable[[Any], str]]]:
-    """(name, value, how it is judged) of each thing that counts; values are plain, or tensors of one entry."""
-    found: list[tuple[str, Any, Callable[[Any], str]]] = []
+def _saved(node: Any, how: _How) -> list[tuple[Any, ...]]:
+    """Each thing that counts, see `_Facts`; values are plain, or tensors of one entry."""
+    found: list[tuple[Any, ...]] = []
     for reader in how.readers:
         try:
             found.extend(reader(node, how))
@@ -374,14 +404,22 @@ def _settings(node: Any, how: _How) -> _Facts:
         if name in _SETTINGS or isinstance(value, bool | str):
             yield name, _unwrapped(value), str
         if isinstance(value, float) or name in _POWERS or name == "alpha":
-            yield name, value, _power if name in _POWERS else _zero
+            yield name, value, _power if name in _POWERS else _zero, _operand(node, name)
 
 
 def _factors(node: Any, how: _How) -> _Facts:
     for name in how.factors:
         value = _tensor(node, name)
         if value is not None and (value.ndim == 0 or (value.numel() == 1 and _is_of_scalars(node))):
-            yield name, value, _power if name == "exponent" else _zero
+            yield name, value, _power if name == "exponent" else _zero, _operand(node, name)
+
+
+def _operand(node: Any, name: str) -> str:
+    """What the factor `name` is put to; of a sum, the second term."""
+    inputs = [below for below, _ in node.next_functions]
+    if len(inputs) == 2 and name in ("other", "self", "alpha"):
+        inputs = inputs[:1] if name == "other" else inputs[1:]
+    return " and ".join(_of(below).name or below.name() for below in inputs if below is not None)
 
 
 def _kinks(node: Any, how: _How) -> _Facts:
@@ -409,8 +447,9 @@ def _selected(node: Any, how: _How) -> _Facts:
     yield "selected", _WHOLE if taken >= size else _PARTIAL, str
     if how.operation == "Slice" and taken < size:  # the shift of labels and a limit on columns are two things
         dim, end = _unwrapped(node._saved_dim), _unwrapped(node._saved_end)
-        sides = ["start"] * (node._saved_start != 0) + ["end"] * (end < 0 or end < sizes[dim])
-        yield "cut", f"the {' and '.join(sides)} of dimension {dim}", str
+        sides = ["start"] * (node._saved_start != 0)
+        sides += ["end"] if end < 0 else ["part beyond a limit"] * (end < sizes[dim])
+        yield "cut", f"the {' and the '.join(sides)} of dimension {dim}", str
 
 
 def _width(node: Any, how: _How) -> _Facts:

@@ -141,7 +141,7 @@ CHANGES: dict[str, tuple[Loss, Loss, str]] = {
     "a coefficient leaves 0": (
         lambda *a: ce(*a) + 0.0 * pairs(*a),
         lambda *a: ce(*a) + 0.1 * pairs(*a),
-        "MulBackward0 with a factor (other) that was 0",
+        "MulBackward0 of NllLossBackward0 with a factor (other) that was 0",
     ),
     "one in a tensor": (
         lambda *a: ce(*a) + torch.tensor(0.0) * pairs(*a),
@@ -172,13 +172,13 @@ CHANGES: dict[str, tuple[Loss, Loss, str]] = {
     "a term in torch.where": (
         lambda *a: ce(*a) + torch.where(torch.tensor(False), pairs(*a), 0.0),
         lambda *a: ce(*a) + torch.where(torch.tensor(True), pairs(*a), 0.0),
-        "WhereBackward0 with a factor (condition) that was 0",
+        "WhereBackward0 of NllLossBackward0 with a factor (condition) that was 0",
     ),
     "flooding turns": (flooding(0.1), flooding(50.0), "AbsBackward0 of a negative number"),
     "flooding by relu": (
         lambda *a: F.relu(ce(*a) - 0.1),
         lambda *a: F.relu(ce(*a) - 50.0),
-        "ReluBackward0 with a factor (result) that is 0",
+        "ReluBackward0 of SubBackward0 with a factor (result) that is 0",
     ),
     "a clamp takes hold": (
         lambda *a: ce(*a).clamp(max=50.0),
@@ -204,15 +204,33 @@ CHANGES: dict[str, tuple[Loss, Loss, str]] = {
     "columns beyond a limit": (
         lambda net, rows, width: rows_of(net, rows, width).view(rows, -1)[:, :100].mean(),
         lambda net, rows, width: rows_of(net, rows, width).view(rows, -1)[:, :3].mean(),
-        "SliceBackward0 with cut=the end of dimension 1",
+        "SliceBackward0 with cut=the part beyond a limit of dimension 1",
     ),
     "mean, sum": (ce, lambda *a: ce(*a, reduction="sum"), "NllLossBackward0 with reduction='sum'"),
     "class weights": (ce, lambda *a: ce(*a, weight=torch.rand(CLASSES)), "NllLossBackward0 with weight=given"),
-    "another ignored label": (ce, lambda *a: ce(*a, ignore_index=1), "NllLossBackward0 with ignore_index=1"),
+    "another ignored label": (
+        ce,
+        lambda *a: F.cross_entropy(a[0](*a[1:])[1], torch.ones(a[1] * (a[2] - 1)).long(), ignore_index=3),
+        "NllLossBackward0 with ignore_index=3",
+    ),
     "label smoothing": (ce, lambda *a: ce(*a, label_smoothing=0.1), "AddBackward0"),
-    "focal from 0": (focal(0.0), focal(2.0), "PowBackward0 with a factor (exponent) that was 0"),
+    "focal from 0": (focal(0.0), focal(2.0), "PowBackward0 of RsubBackward1 with a factor (exponent) that was 0"),
     "focal from 0, a tensor": (focal(torch.tensor(0.0)), focal(torch.tensor(2.0)), "that was 0"),
-    "a mean is squared": (lambda *a: ce(*a) ** 1.0, lambda *a: ce(*a) ** 2.0, "PowBackward0 with a factor"),
+    "a mean is squared": (
+        lambda *a: ce(*a) ** 1.0,
+        lambda *a: ce(*a) ** 2.0,
+        "PowBackward0 of NllLossBackward0 with a factor (exponent) that is not 0",
+    ),
+    "tasks in turn by their factors": (
+        lambda *a: 1.0 * ce(*a) + 0.0 * rows_of(*a).mean(),
+        lambda *a: 0.0 * ce(*a) + 1.0 * rows_of(*a).mean(),
+        "MulBackward0 of MeanBackward0 with a factor (other) that was 0",
+    ),
+    "terms of one kind come in one by one": (
+        lambda *a: sum(factor * ce(*a) for factor in (1.0, 0.0, 0.0)),
+        lambda *a: sum(factor * ce(*a) for factor in (1.0, 0.5, 0.0)),
+        "MulBackward0 of NllLossBackward0 with a factor (other) that was 0",
+    ),
     "a policy with a reference": (policy(), policy(beta=0.1), "AddBackward0"),
     "a ratio with a limit": (policy(clip=False), policy(clip=False, delta=2.0), "ClampBackward1"),
     "a penalty": (ce, lambda *a: ce(*a) + 0.1 * a[0].head.weight.pow(2).sum(), "PowBackward0"),
