@@ -238,7 +238,7 @@ def fingerprint(loss: Tensor, *, most: int = 512, stop: Collection[Any] = ()) ->
             to = operand[0] if operand else ""
             if not isinstance(value, Tensor):
                 found.append((operation, name, judge(value), to))
-            elif value.device.type == "cpu":
+            elif _is_near(value):
                 found.append((operation, name, judge(value.item()), to))
             else:
                 entry = (_Unread(operation, name, to, judge), value)
@@ -248,6 +248,11 @@ def fingerprint(loss: Tensor, *, most: int = 512, stop: Collection[Any] = ()) ->
         stacks = tuple(torch.stack([value.reshape(()) for _, value in entries]) for _, entries in by_device)
     unread = tuple(what for _, entries in by_device for what, _ in entries)
     return Fingerprint(_counted(found), stacks, unread)
+
+
+def _is_near(value: Tensor) -> bool:
+    """Whether reading it waits for nobody."""
+    return value.device.type == "cpu"
 
 
 def _walk(root: Any, most: int, stop: frozenset[Any]) -> Iterator[tuple[Any, _How]]:

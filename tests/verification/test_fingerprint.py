@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from lightning_padmin.verification import fingerprint, what_changed
+from lightning_padmin.verification import Fact, Fingerprint, fingerprint, what_changed
 
 HIDDEN, CLASSES = 8, 11
 
@@ -264,3 +268,216 @@ def test_tasks_in_turn_are_two_losses() -> None:
     assert len({fingerprint(step(number)).key for number in range(12)}) == 2
     assert "no longer AddBackward0" in what_changed(fingerprint(step(0) + step(2)), fingerprint(step(0)))
     assert what_changed(fingerprint(step(0)), fingerprint(step(2))) == ""
+
+
+# Models
+
+
+def tiny(config: str, model: str, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    made = getattr(transformers, config)(**sizes, num_key_value_heads=1, vocab_size=32, **options)
+    return getattr(transformers, model)(made).train()
+
+
+def ids_of(rows: int, width: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 32, (rows, width))
+    mask = torch.ones_like(ids)
+    mask[0, width // 2 + 1 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+SHAPES = [(2, 4), (3, 9), (8, 17), (5, 40), (16, 6)]
+
+
+@pytest.mark.parametrize("trained", ["all", "some weights in each layer", "the lowest layer", "lora"])
+def test_a_language_model(trained: str) -> None:
+    model = tiny("LlamaConfig", "LlamaForCausalLM", attention_dropout=0.1)
+    if trained == "lora":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    elif trained != "all":
+        part = "q_proj" if "each" in trained else "layers.0.mlp"
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(part in name)
+    found = {fingerprint(model(**ids_of(*shape)).loss).key for shape in SHAPES}
+    counted = {fingerprint(model(**ids_of(*shape), num_items_in_batch=torch.tensor(9)).loss).key for shape in SHAPES}
+    assert len(found) == len(counted) == 1
+    assert found != counted
+
+
+def test_a_mixture_of_experts_with_and_without_its_router_in_the_loss() -> None:
+    model = tiny("MixtralConfig", "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2)
+
+    def found(coefficient: float) -> dict[str, Fingerprint]:
+        model.router_aux_loss_coef = coefficient
+        every = [fingerprint(model(**ids_of(*shape), output_router_logits=True).loss) for shape in SHAPES]
+        return {each.key: each for each in every}
+
+    zero, one, two = found(0.0), found(0.1), found(0.2)
+    assert len(zero) == len(one) == 1
+    assert list(one) == list(two)
+    assert list(zero) != list(one)
+    said = what_changed(*zero.values(), *one.values())
+    assert "MulBackward0 of MulBackward0 with a factor (other) that was 0" in said
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_a_recurrent_model_over_however_many_steps(kind: type[nn.Module], frozen_head: bool) -> None:
+    body, head, embed = (
+        kind(HIDDEN, HIDDEN, batch_first=True, num_layers=2),
+        nn.Linear(HIDDEN, 5),
+        nn.Embedding(9, HIDDEN),
+    )
+    head.requires_grad_(not frozen_head)
+
+    def loss(width: int, penalty: float = 0.0) -> Tensor:
+        ids = torch.randint(0, 9, (3, width))
+        hidden, _ = body(embed(ids))
+        value = F.cross_entropy(head(hidden).flatten(0, 1), torch.randint(0, 5, (3 * width,)))
+        return value + penalty * hidden.abs().mean() if penalty else value
+
+    assert len({fingerprint(loss(width)).key for width in (20, 33, 200)}) == 1
+    assert len({fingerprint(loss(width, 0.1)).key for width in (20, 33, 200)}) == 1
+    assert "AbsBackward0" in what_changed(fingerprint(loss(200)), fingerprint(loss(20, 0.1)))
+
+
+# The walk
+
+
+def test_the_model_is_not_looked_into() -> None:
+    net = Net()
+    found = {fact.operation for fact in fingerprint(ce(net, 4, 6)).resolve()}
+    assert "TanhBackward0" not in found
+    hidden, logits, labels = net()
+    loss = F.cross_entropy(logits, labels) + hidden.pow(2).mean()
+    assert "TanhBackward0" in {fact.operation for fact in fingerprint(loss).resolve()}  # below is a trained product
+    known = {fact.operation for fact in fingerprint(loss, stop={hidden.grad_fn, logits.grad_fn}).resolve()}
+    assert known == {"AddBackward0", "MeanBackward0", "PowBackward0", "NllLossBackward0", "LogSoftmaxBackward0"}
+
+
+def test_no_more_operations_than_asked_for() -> None:
+    value = torch.ones(3, requires_grad=True)
+    loss = value.sum()
+    for _ in range(2000):
+        loss = (loss * 0.5).exp().log()
+    loss = loss + 0.0 * loss
+    assert len(fingerprint(loss, most=3).resolve()) < len(fingerprint(loss).resolve())
+    assert fingerprint(loss, most=0).resolve() == frozenset()
+
+
+def test_a_loss_without_a_graph_and_one_whose_graph_is_gone() -> None:
+    net = Net()
+    assert fingerprint(torch.tensor(1.0)).resolve() == frozenset()
+    loss = flooding(0.1)(net, 4, 6)
+    whole = fingerprint(loss)
+    loss.backward()
+    assert {fact.operation for fact in fingerprint(loss).resolve()} == {fact.operation for fact in whole.resolve()}
+
+
+class Fused(torch.autograd.Function):
+    """As fused losses do: hidden states and the head's weight in, one number out."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.alpha = 0.0
+        return (hidden @ weight.T).logsumexp(-1).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise AssertionError
+
+
+def test_a_fused_loss_is_its_name() -> None:
+    net = Net()
+    found = fingerprint(Fused.apply(net()[0], net.head.weight)).resolve()
+    assert found == {Fact("FusedBackward")}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_is_not_run_again(reentrant: bool) -> None:
+    net, calls = Net(), []
+
+    def part(hidden: Tensor) -> Tensor:
+        calls.append(1)
+        return (net.head(hidden).log_softmax(-1) * torch.rand(())).pow(2).mean()
+
+    loss = checkpoint(part, net()[0], use_reentrant=reentrant)
+    found = fingerprint(0.5 * loss)
+    assert len(calls) == 1
+    assert any(
+        fact.operation == ("CheckpointFunctionBackward" if reentrant else "PowBackward0") for fact in found.resolve()
+    )
+    loss.backward()
+    assert len(calls) == 2
+
+
+def test_hooks_on_saved_tensors_are_not_run() -> None:
+    unpacked: list[Any] = []
+
+    def unpack(value: Tensor) -> Tensor:
+        unpacked.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value, unpack):
+        loss = (ce(Net(), 4, 6) - 0.1).abs()
+    fingerprint(loss).resolve()
+    assert not unpacked
+    loss.backward()
+    assert unpacked
+
+
+class Marker:
+    """Lives as long as the node of a graph that it is put into."""
+
+
+def test_nothing_of_the_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[fingerprint.__module__], "_is_near", lambda value: False)
+    net = Net()
+    losses = rows_of(net, 4, 6)
+    losses.grad_fn.metadata["marker"] = marker = Marker()
+    loss = (losses.mean() - 50.0).abs() * 0.5
+    alive, value = weakref.ref(marker), weakref.ref(losses)
+    found = fingerprint(loss)
+    gc.disable()
+    try:
+        del losses, marker
+        assert alive() is not None  # the control
+        del loss
+        assert alive() is None
+        assert value() is None
+    finally:
+        gc.enable()
+    assert Fact("AbsBackward0", "self", "negative") in found.resolve()
+
+
+def test_numbers_on_an_accelerator_are_read_once_and_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    coefficient, net = torch.zeros(()), Net()
+    loss = (ce(net, 4, 6) - 50.0).abs() + coefficient * pairs(net, 4, 6) + torch.tensor(True) * pairs(net, 4, 6)
+    at_once = fingerprint(loss)
+    monkeypatch.setattr(sys.modules[fingerprint.__module__], "_is_near", lambda value: False)
+    late = fingerprint(loss)
+    coefficient.fill_(1.0)  # another step's
+    assert at_once.scalars == ()
+    assert late.static < at_once.static
+    assert {each.dtype for each in late.scalars} == {torch.float32, torch.bool}
+    assert all(each.ndim == 1 and not each.requires_grad for each in late.scalars)
+    assert late.key == at_once.key
+    copies = []
+    again, tolist = fingerprint(loss), Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: copies.append(1) or tolist(self))
+    assert again.resolve() is again.resolve()
+    assert again.key != late.key  # the factor is not 0 now
+    assert copies == [1]
+
+
+def test_the_key_is_the_same_in_every_process() -> None:
+    loss = torch.ones(2, requires_grad=True).sum() * 0.0
+    assert fingerprint(loss).key == "9bc556a28540"
+    assert sorted(map(str, fingerprint(loss).resolve())) == [
+        "MulBackward0",
+        "MulBackward0 of SumBackward0 with a factor (other) that is 0",
+        "SumBackward0",
+    ]
