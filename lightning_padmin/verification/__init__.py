@@ -16,6 +16,7 @@ change.
     one_loss        a trainer's own step, watched
     facets          what a batch shows, so that a proof holds for no more than that
     ledger          what was shown to checks, and when the next one is due
+    fingerprint     what kind of loss a batch had, told from its autograd graph
     equivalence     `verify_equivalence`, for the command line and for tests
 """
 
@@ -23,6 +24,7 @@ from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.verification.compare import Tolerance, dtypes_of, relative_difference
 from lightning_padmin.verification.equivalence import Report, verify_equivalence
 from lightning_padmin.verification.facets import batch_facets, model_facets, row_facets
+from lightning_padmin.verification.fingerprint import Fact, Fingerprint, fingerprint, what_changed
 from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
 from lightning_padmin.verification.ledger import Ledger
@@ -39,6 +41,8 @@ from lightning_padmin.verification.sketch import (
 
 __all__ = [
     "Advice",
+    "Fact",
+    "Fingerprint",
     "Ledger",
     "OneLoss",
     "OnlyBackwardError",
@@ -53,6 +57,7 @@ __all__ = [
     "difference",
     "difference_over_ranks",
     "dtypes_of",
+    "fingerprint",
     "gate_of",
     "model_facets",
     "needs_rows",
@@ -66,4 +71,5 @@ __all__ = [
     "sketched_shards",
     "step_of",
     "verify_equivalence",
+    "what_changed",
 ]
