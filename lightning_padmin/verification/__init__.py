@@ -9,7 +9,9 @@ change.
     probe           which rows and what padding it runs on
     sketch          gradients compared without a copy of them
     compare         how far apart is the same
-    explain         findings in words
+    column_check    numbers of columns that nobody has declared
+    explain         what a check tries, and what it may find
+    words           findings as sentences
     leak            whether a model keeps packed rows apart, and who may pack
     made_with       what a proof of packs was made with
     pack_check      the check of the step on packs
