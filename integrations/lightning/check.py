@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -55,6 +56,7 @@ class FirstBatchCheck:
         self._trainer, self._session, self._training, self._config = trainer, session, training, config
         self._models, self._kept = models, kept
         self._said: set[str] = set()
+        self._batch: tuple[OrderedDict[str, Any], Schema, RowTable] | None = None
         self.module, is_on = trainer.lightning_module, config.check != "off"
         most = _MOST_WITHOUT_GRADIENT if config.check == "first-batch" else None
         self.batches = FirstBatches(is_on, most_without_gradient=most)
@@ -73,6 +75,7 @@ class FirstBatchCheck:
         Raises:
             GradientCheckError: training would change; on all ranks, with the same message.
         """
+        self._batch = kwargs, schema, table
         if self.batches.is_due:
             self._check(kwargs, schema, table)
         elif self._training.audit_is_due:
@@ -81,6 +84,20 @@ class FirstBatchCheck:
                 self._say(outcome)
         if shows_first and self.batches.first_is_open:
             self.batches.heard_of_first_labels(self._outcome(kwargs, schema, table, first_labels=True))
+
+    def hear(self, loss: object, rows: Iterable[int] = ()) -> None:
+        """See `Training.hear`."""
+        self._training.hear(loss, rows)
+
+    def settle(self, *, is_last: bool) -> None:
+        """Behind a backward pass: audits the batch where its loss was of a new kind.
+
+        Raises:
+            GradientCheckError: training would change; the gradients so far are of no use.
+        """
+        if self._batch is not None:
+            kwargs, schema, table = self._batch
+            self._training.settle(lambda rows: self._outcome(kwargs, schema, table), is_last=is_last)
 
     def _check(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
         batches = self.batches

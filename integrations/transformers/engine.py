@@ -40,7 +40,14 @@ from lightning_padmin.integrations.common import (
     topology_of,
 )
 from lightning_padmin.integrations.transformers.support import refuse_unsupported, why_not_packed
-from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, OutOfMemoryError, PackStyle
+from lightning_padmin.microbatching import (
+    MemoryGuard,
+    MicroBatch,
+    MicroBatcher,
+    MicroBatches,
+    OutOfMemoryError,
+    PackStyle,
+)
 from lightning_padmin.stats import PaddingStats
 
 _STOP = "use PadMinConfig(enabled=False)"
@@ -262,12 +269,19 @@ class Engine:
                 hooks = self._training.around(k, len(chunks))
                 with guard.around(k), hooks, self._synchronised(model, k == indices[-1]):
                     micro = chunks[k]
+
+                    def heard(loss: Tensor, k: int = k, micro: MicroBatch = micro) -> None:
+                        guard.forward_is_done(k)
+                        if micro.has_loss and not micro.is_dummy:
+                            self._training.hear(loss, micro.rows)
+
                     with (
                         self._losses.chunk(own, is_part and (alone or k != indices[-1])),
-                        self._weighted(micro.weight, partial(guard.forward_is_done, k), num_items if sums else None),
+                        self._weighted(micro.weight, heard, num_items if sums else None),
                     ):
                         total = total + stock(model, micro.batch, num_items)
-        except (OutOfMemoryError, PeerError, TrainingStepError, GradientHookError):
+                self._settle(chunks, num_items, is_last=k == len(chunks) - 1)
+        except (OutOfMemoryError, PeerError, TrainingStepError, GradientHookError, GradientCheckError):
             model.zero_grad(set_to_none=True)  # gradients of a part of a batch
             raise
         return total  # type: ignore[no-any-return]
@@ -287,9 +301,7 @@ class Engine:
             "PadMinTrainerMixin, Trainer), for which batches are split one by one; or use PadMinConfig(enabled=False)"
         )
 
-    def _weighted(
-        self, weight: float, forward_is_done: Callable[[], None], num_items: Any
-    ) -> AbstractContextManager[None]:
+    def _weighted(self, weight: float, heard: Callable[[Tensor], None], num_items: Any) -> AbstractContextManager[None]:
         """Has `compute_loss`, whichever class defines it, return its loss times the weight of the chunk.
 
         Where the loss is a sum over `num_items`, it must get that number.
@@ -300,7 +312,8 @@ class Engine:
         position, divisor = names.index("return_outputs"), names.index("num_items_in_batch")
 
         def finish(result: Any, *args: Any, **options: Any) -> Any:
-            forward_is_done()
+            returns_outputs = args[position] if len(args) > position else options.get("return_outputs", False)
+            heard(result[0] if returns_outputs else result)
             given = args[divisor] if len(args) > divisor else options.get("num_items_in_batch")
             if num_items is not None and (given is None or bool(given != num_items)):
                 raise TrainingStepError(
@@ -308,7 +321,7 @@ class Engine:
                     "is, and the loss is a sum over that number: hand it on, put the class in front of the mixin, "
                     "class MyTrainer(Mine, PadMinTrainerMixin, Trainer), or use PadMinConfig(enabled=False)"
                 )
-            if args[position] if len(args) > position else options.get("return_outputs", False):
+            if returns_outputs:
                 return (result[0] * weight, *result[1:])
             return result * weight
 
@@ -379,6 +392,12 @@ class Engine:
         """Checks a batch, or the rows of a window, that shows something new, or when the time has come."""
         if self._training.audit_is_due and not self._first.is_due:
             self._check((chunks.source, chunks.schema, chunks.table), num_items, batcher)
+
+    def _settle(self, chunks: MicroBatches, num_items: Any, *, is_last: bool) -> None:
+        """Behind a backward pass: checks the rows that are being trained on, where their loss is of a new kind."""
+        batcher = self._pooling if self.pools and num_items is not None else self._batcher
+        read = chunks.source, chunks.schema, chunks.table
+        self._training.settle(lambda rows: self._gradients(read, num_items, batcher.config), is_last=is_last)
 
     def _check_means(self, inputs: Any) -> None:
         """Checks the first batch that comes without `num_items`, though the loss has been one of a sum over it."""

@@ -75,6 +75,7 @@ class Outcome:
         tells_first: whether a loss that takes labels on first tokens, or does not, against the declaration would
             have been found.
         rows: which of the batch it has looked at; none: all.
+        losses: keys of the kinds of loss that it has seen on this rank, see `fingerprint`.
     """
 
     difference: float
@@ -84,6 +85,7 @@ class Outcome:
     words: str
     tells_first: bool = False
     rows: tuple[int, ...] = ()
+    losses: frozenset[str] = frozenset()
 
 
 def check_gradients(
@@ -551,8 +553,8 @@ class _Check:
         untellable = status in (Status.RANDOM, Status.ROUTING)
         final = untellable or (told and bool(table[:, 4].any()))
         tells_first = told and bool(table[:, 5].any())
-        rows = tuple(map(int, self._probe.rows))
-        return Outcome(value, told, final, untellable or status is Status.ROLLED, words, tells_first, rows)
+        rows, losses = tuple(map(int, self._probe.rows)), frozenset(self._passes.losses)
+        return Outcome(value, told, final, untellable or status is Status.ROLLED, words, tells_first, rows, losses)
 
 
 __all__ = ["Advice", "Outcome", "check_gradients"]

@@ -17,6 +17,7 @@ from lightning_padmin.distributed import Exchange, all_gather_floats
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.microbatching import SlotMap
 from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, RandomState, without_dropout
+from lightning_padmin.verification.fingerprint import fingerprint
 from lightning_padmin.verification.probe import Probe
 from lightning_padmin.verification.sketch import (
     Sketches,
@@ -40,6 +41,7 @@ class Passes(ABC):
         drew: whether a pass has drawn random numbers.
         saw_half: whether a pass has computed in half precision.
         parts: sketches of the two groups, or None where groups cannot be had apart.
+        losses: keys of what kinds of loss the step has taken, see `fingerprint`.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Passes(ABC):
         self._module, self._probe, self._joint, self._holders = module, probe, joint, holders
         self.drew = self.saw_half = self._by_backward = False
         self.parts: list[Sketches] | None = None
+        self.losses: set[str] = set()
         self._state: ModuleState | None = None
 
     def came(self) -> Sketches:
@@ -102,6 +105,12 @@ class Passes(ABC):
     @abstractmethod
     def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
         """Of the weighted sum of these batches' losses."""
+
+    def _loss(self, batch: Any) -> Tensor:
+        """The step's own, whose kind is noted."""
+        value = self._loss_fn(batch)
+        self.losses.add(fingerprint(value).key)
+        return value
 
     def restore(self) -> None:
         """Leaves the module as it was before the first pass."""
@@ -173,7 +182,7 @@ class LocalPasses(Passes):
         (batch,), (weight,) = batches, weights
 
         def loss() -> Tensor:
-            value = self._loss_fn(batch)
+            value = self._loss(batch)
             return value if weight == 1 else value * weight
 
         return sketched_gradients(loss, self._module, by_backward=self._by_backward, again=False)
@@ -210,7 +219,7 @@ class ShardedPasses(Passes):
 
     def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
         for batch, weight in zip(batches, weights, strict=True):
-            torch.autograd.backward(self._loss_fn(batch) * weight)
+            torch.autograd.backward(self._loss(batch) * weight)
         return sketched_shards(self._module)
 
 
