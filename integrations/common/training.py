@@ -25,6 +25,7 @@ from lightning_padmin.verification import (
     check_gradients,
     fingerprint,
     model_facets,
+    plain_facets,
     row_facets,
     what_changed,
 )
@@ -282,6 +283,30 @@ class Training:
         ledger.show_expected()
         rows = [row for each in new.values() for row in each]
         self.audited(lambda: audit(rows), new)
+
+    def to_audit(self, batches: Sequence[Mapping[str, Any]]) -> int | None:
+        """For batches of one step that are neither prepared nor read: which is to be audited, if one is on any rank.
+
+        One exchange of an integer where other ranks take part.
+
+        Args:
+            batches: as collators of trainers make them.
+        """
+        if self.ledger is None:
+            return None
+        self.begin_step()
+        self._has_begun = False
+        model = self.model
+        shown = [plain_facets(batch) for batch in batches]
+        of_all = set().union(*shown) | model_facets(list(model.modules()), list(model.parameters()))
+        self.ledger.show(of_all)
+        self.audit_is_due = bool(self.topology.exchange([int(self.ledger.wants)]).any())
+        if not self.audit_is_due:
+            return None
+        new = self.ledger.new
+        most = max(range(len(batches)), key=lambda k: len(new & shown[k]))
+        self._shown = of_all - set().union(*shown) | shown[most], {}
+        return most
 
     def audited(self, check: Callable[[], Outcome | None], seen_besides: Collection[str] = ()) -> Outcome | None:
         """Runs a check of the batch that was read last, and notes what it has seen.

@@ -17,7 +17,7 @@ from lightning_padmin.distributed import Exchange, all_gather_floats
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.microbatching import SlotMap
 from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, RandomState, without_dropout
-from lightning_padmin.verification.fingerprint import fingerprint
+from lightning_padmin.verification.fingerprints import fingerprint
 from lightning_padmin.verification.probe import Probe
 from lightning_padmin.verification.sketch import (
     Sketches,
