@@ -10,13 +10,15 @@ normalises with a trained parameter (the head's product, a layer norm, an embedd
 weight): below is the model, for which architectures and checks of their own exist. No hooks are needed, and nothing has
 to be known about the model's outputs. Parameters in elementwise operations do not end the walk, since there they are
 penalties (`p.pow(2).sum()`), temperatures and learned weights of terms. Where the layers on top are frozen (LoRA, a
-frozen head), the walk goes on into the model and looks at no more than `most` operations, those reached in a way not
-gone before first. Layers of a deep model, steps of a recurrent one and terms of a long sum repeat the same ways, so
-what is cut off at the limit is repetition, and the set is the same for short and for long batches.
+frozen head), the walk goes on into the model. There and in long sums, the same ways from one operation to another come
+again and again (layers of a deep model, steps of a recurrent one, terms). Those gone least often are gone first, and
+none more than a few times; so what is left out is repetition, the set is the same for short and for long batches, and
+`most`, the number of operations looked at, is hardly ever reached.
 
 What it does not see: values of tensors with more than one entry (weights of tokens, a mask, a clamp that is active for
-some), what a compiled or fused function does inside (its name is all there is), and terms that consist only of
-operations that the loss had before, on outputs of the same width.
+some), what a compiled or fused function does inside (its name is all there is), what a checkpoint recomputes, factors
+in a sum beyond its first 16 terms of one kind, and terms that consist only of operations that the loss had before, on
+outputs of the same width.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ _VIEWS = _words(
     "UnsafeView Unsqueeze View"
 )
 _WEIGHT = {"Addmm": 2, "Mm": 1}  # which input is the weight of a linear layer
-_REPEATS = 16  # how often one way from an operation to another is gone
+# How often one way from an operation to another is gone, and below products, of which most are a frozen model's.
+_REPEATS, _REPEATS_INSIDE = 16, 4
 _MOST_ZEROS = 4
 _REDUCTIONS = {"0": "'none'", "1": "'mean'", "2": "'sum'"}
 
@@ -258,16 +261,17 @@ def _is_near(value: Tensor) -> bool:
 def _walk(root: Any, most: int, stop: frozenset[Any]) -> Iterator[tuple[Any, _How]]:
     """At most `most` nodes from `root` down, those first whose way from their parent was gone least often."""
     seen: set[Any] = {*stop, None}
-    gone: dict[tuple[_How, _How], int] = {}
-    queue: list[tuple[int, int, Any, _How]] = [] if root in seen else [(0, 0, root, _of(root))]
+    gone: dict[tuple[_How, _How, bool], int] = {}
+    queue: list[tuple[int, int, Any, _How, bool]] = [] if root in seen else [(0, 0, root, _of(root), False)]
     seen.add(root)
     serial = looked = 0
     while queue and looked < most:
-        _, _, node, how = heapq.heappop(queue)
+        _, _, node, how, is_inside = heapq.heappop(queue)
         looked += 1
         yield node, how
         if how.may_begin_model and _begins_model(node, how):
             continue
+        is_inside = is_inside or how.may_begin_model
         for below, _ in node.next_functions:
             if below in seen:
                 continue
@@ -275,13 +279,13 @@ def _walk(root: Any, most: int, stop: frozenset[Any]) -> Iterator[tuple[Any, _Ho
             below_how = _of(below)
             if below_how.is_leaf:
                 continue
-            way = (how, below_how)
+            way = (how, below_how, is_inside)
             times = gone.get(way, 0)
-            if times == _REPEATS:
+            if times == (_REPEATS_INSIDE if is_inside else _REPEATS):
                 continue
             gone[way] = times + 1
             serial += 1
-            heapq.heappush(queue, (times, serial, below, below_how))
+            heapq.heappush(queue, (times, serial, below, below_how, is_inside))
 
 
 def _begins_model(node: Any, how: _How) -> bool:
