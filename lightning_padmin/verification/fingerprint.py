@@ -3,7 +3,8 @@
 A fingerprint is a *set* of facts, each an operation or one thing that an operation saved for its backward pass. So it
 does not depend on order or number: thousands of equal steps of a recurrent model, or a sum over however many terms,
 give what one of each gives, and a batch of another shape gives the same. What a factor is does not matter, only whether
-it is 0; which side of a kink the loss lies on does (flooding), and whether a selection leaves something out (top-k).
+it is 0 (which is noted, and for how many up to four); which side of a kink the loss lies on does (flooding), and whether
+a selection leaves something out (top-k). So a factor that leaves 0 is a fact less: compare keys, not what is new.
 
 Where the model begins. The walk goes from the loss down and does not look below an operation that multiplies, embeds or
 normalises with a trained parameter (the head's product, a layer norm, an embedding, a fused loss that holds the head's
@@ -34,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_ZERO, _NONZERO, _NEGATIVE, _POSITIVE = "zero", "not zero", "negative", "not negative"
+_ZERO, _ONE, _NEGATIVE, _POSITIVE = "zero", "one", "negative", "not negative"
 _WHOLE, _PARTIAL = "all entries", "some entries"
 
 
@@ -123,15 +124,21 @@ class Fact(NamedTuple):
         if self.state in (_NEGATIVE, _POSITIVE):
             number = "number" if self.name == "self" else f"number minus its {self.name.removeprefix('self-')}"
             return f"{self.operation} of a {self.state.replace('not negative', 'positive')} {number}"
-        if self.state == _NONZERO or self.state.startswith(_ZERO):
-            return self.with_factor(f"is {self.state.replace(_ZERO, '0')}")
+        if self.is_factor:
+            return self.with_factor("is")
         state = _REDUCTIONS.get(self.state, self.state) if self.name == "reduction" else self.state
         return f"{self.operation} with {self.name}={state}"
 
-    def with_factor(self, what: str) -> str:
-        """Of a factor: which, and that it `what`."""
+    @property
+    def is_factor(self) -> bool:
+        """Whether it says that a factor is 0 (or an exponent 1); others leave no fact."""
+        return self.state.startswith((_ZERO, _ONE))
+
+    def with_factor(self, verb: str) -> str:
+        """In words, with "is" or "was"."""
         operand = f" of {self.operand}" if self.operand else ""
-        return f"{self.operation}{operand} with a factor ({self.name}) that {what}"
+        number = self.state.replace(_ZERO, "0").replace(_ONE, "1")
+        return f"{self.operation}{operand} with a factor ({self.name}) that {verb} {number}"
 
 
 class _Unread(NamedTuple):
@@ -143,9 +150,9 @@ class _Unread(NamedTuple):
     judge: Callable[[float], str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """Facts about a loss; keeps nothing of its graph.
+    """Facts about a loss; keeps nothing of its graph. Those of two losses are compared by `key`.
 
     Attributes:
         static: those known without waiting for an accelerator.
@@ -187,21 +194,19 @@ def what_changed(before: Fingerprint, after: Fingerprint) -> str:
     """What the loss `after` has that the one `before` had not, in words; else what it no longer has; else ""."""
     old, new = before.resolve(), after.resolve()
     gone, fresh = _main(old - new), _main(new - old)
-    left = {fact[:2] + fact[3:]: fact for fact in gone if fact.state.startswith(_ZERO)}  # the largest number of them
-    told = [fact.with_factor("was 0") for fact in left.values()]
-    told += [str(fact) for fact in fresh if not (fact.state == _NONZERO and fact[:2] + fact[3:] in left)]
-    if not fresh and gone and not left:
-        return "no longer " + ", ".join(map(str, gone))
-    if not fresh and any(not fact.name for fact in gone):  # a term is gone as a whole
-        return "no longer " + ", ".join(map(str, gone))
-    return ", ".join(told)
+    left = {(fact.operation, fact.name, fact.operand): fact for fact in gone if fact.is_factor}
+    if not fresh and (not left or any(not fact.name for fact in gone)):  # terms are gone as a whole
+        return ", ".join(f"no longer {fact}" for fact in gone)
+    # Sorted: of several zeros of one kind the last is the largest number of them.
+    return ", ".join([*(fact.with_factor("was") for fact in left.values()), *map(str, fresh)])
 
 
 def _counted(found: Iterable[_Key]) -> frozenset[Fact]:
     """Each once; but factors that are 0 up to `_MOST_ZEROS` times, since terms of one kind may come in one by one."""
     counts: dict[_Key, int] = {}
     for each in found:
-        counts[each] = counts.get(each, 0) + 1
+        if each[2] or not each[1]:
+            counts[each] = counts.get(each, 0) + 1
     facts = set()
     for (operation, name, state, operand), count in counts.items():
         facts.add(Fact(operation, name, state, operand))
@@ -217,7 +222,7 @@ def _main(facts: frozenset[Fact]) -> list[Fact]:
     return sorted(
         fact
         for fact in facts
-        if not fact.name or fact.operation not in whole or fact.state in (_ZERO, _NEGATIVE, _PARTIAL)
+        if not fact.name or fact.operation not in whole or fact.is_factor or fact.state in (_NEGATIVE, _PARTIAL)
     )
 
 
@@ -453,8 +458,9 @@ def _selected(node: Any, how: _How) -> _Facts:
             return
         sizes = value.shape
     taken, size = math.prod(node._input_metadata[0].shape), math.prod(sizes)
-    yield "selected", _WHOLE if taken >= size else _PARTIAL, str
-    if how.operation == "Slice" and taken < size:  # the shift of labels and a limit on columns are two things
+    if how.operation != "Slice":
+        yield "selected", _WHOLE if taken >= size else _PARTIAL, str
+    elif taken < size:  # the shift of labels and a limit on columns are two things
         dim, end = _unwrapped(node._saved_dim), _unwrapped(node._saved_end)
         sides = ["start"] * (node._saved_start != 0)
         sides += ["end"] if end < 0 else ["part beyond a limit"] * (end < sizes[dim])
@@ -479,7 +485,7 @@ def _tensor(node: Any, name: str) -> Tensor | None:
     if getattr(saved, "unpack_hook", saved) is not None:  # older releases do not tell: better not
         return None
     value = saved.data
-    return value.detach() if type(value) in (Tensor, nn.Parameter) else None
+    return value.detach() if type(value) in (Tensor, nn.Parameter) and not value.is_complex() else None
 
 
 def _is_of_scalars(node: Any) -> bool:
@@ -494,11 +500,11 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _zero(value: Any) -> str:
-    return _ZERO if value == 0 else _NONZERO
+    return _ZERO if value == 0 else ""
 
 
 def _power(value: Any) -> str:
-    return "1" if value == 1 else _zero(value)
+    return _ONE if value == 1 else _zero(value)
 
 
 def _sign(value: Any) -> str:
