@@ -3,7 +3,7 @@
 A fingerprint is a *set* of facts, each an operation or one thing that an operation saved for its backward pass. So it
 does not depend on order or number: thousands of equal steps of a recurrent model, or a sum over however many terms,
 give what one of each gives, and a batch of another shape gives the same. What a factor is does not matter, only whether
-it is 0 (which is noted, and for how many up to four); which side of a kink the loss lies on does (flooding), and whether
+it is 0 (that is noted, for up to four of a kind); which side of a kink the loss lies on does (flooding), and whether
 a selection leaves something out (top-k). So a factor that leaves 0 is a fact less: compare keys, not what is new.
 
 Where the model begins. The walk goes from the loss down and does not look below an operation that multiplies, embeds or
