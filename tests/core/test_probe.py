@@ -23,10 +23,9 @@ from lightning_padmin.verification.probe import (
     maybe_columns,
     one_row,
     padded_row,
-    probe_sizes,
-    tells_reductions,
     whole_probe,
 )
+from lightning_padmin.verification.rows import choices, tells_reductions
 
 CONFIG = PadMinConfig(token_budget=24)
 
