@@ -21,7 +21,10 @@ MOST_ROWS = 8
 _MOST_RIDERS = 2
 _COARSE = 0.05  # a limit for half precision
 _APART = 0.1  # of shares of loss tokens and of rows, where the limit is fine
+_ENOUGH = 0.75  # loss tokens, of the most that some number of rows has: more rows tell more
 _WANTED, _PREFERRED = 1000.0, 50.0
+# Which padding a row has depends on the rows beside it: no reason to take fewer rows.
+_OF_PADDING = ("padding behind rows", "rows without padding")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +34,13 @@ class Shown:
     Attributes:
         masks: (F, B) bool, which rows show what.
         worth: (F,) float64, what it is worth to see each.
+        counts: (F,) bool, whether more of it is worth fewer rows.
         preferred: (B,) bool, rows to take where there is a choice.
     """
 
     masks: NDArray[np.bool_]
     worth: Floats
+    counts: NDArray[np.bool_]
     preferred: NDArray[np.bool_]
 
     @staticmethod
@@ -50,9 +55,10 @@ class Shown:
         masks = np.array([facets[name] for name in names], dtype=bool).reshape(len(names), rows)
         is_wanted = np.array([name in wanted for name in names], dtype=bool)
         worth = np.where(is_wanted, _WANTED, 1.0) + 1 / (1 + masks.sum(axis=1))
+        counts = np.array([name not in _OF_PADDING for name in names], dtype=bool)
         preferred = np.zeros(rows, dtype=bool)
         preferred[np.asarray([] if prefer is None else prefer, dtype=np.int64)] = True
-        return Shown(masks, worth, preferred)
+        return Shown(masks, worth, counts, preferred)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,13 +108,13 @@ def choices(
 
 
 def best_numbers(found: Mapping[int, Choice]) -> set[int]:
-    """Of how many rows they show most, and carry about as many loss tokens as any of these."""
+    """Of how many rows they show most, and carry not much fewer loss tokens than any of these."""
     if not found:
         return set()
     worth = max(each.worth for each in found.values())
     most = [n for n, each in found.items() if each.worth >= worth - 1e-6]
     tokens = max(found[n].tokens for n in most)
-    return {n for n in most if found[n].tokens >= 0.9 * tokens}
+    return {n for n in most if found[n].tokens >= _ENOUGH * tokens}
 
 
 def carrying(table: RowTable) -> NDArray[np.bool_]:
@@ -134,7 +140,8 @@ def _chosen(table: RowTable, n: int, fits: NDArray[np.bool_], limit: float, show
 
     unseen = np.ones(len(shown.worth), dtype=bool)
     tokens: Floats = (table.loss_tokens if table.counts_loss else table.length.sum(axis=1)).astype(np.float64)
-    while len(chosen) < n - 1 and open_.any():
+    most = n - 2 if n >= 4 and _twin(shown, chosen, open_) is not None else n - 1  # one place for a twin
+    while len(chosen) < most and open_.any():
         worth = _gain(shown, unseen)
         best = np.where(open_, worth, -1).max()
         if best <= 0:
@@ -142,7 +149,7 @@ def _chosen(table: RowTable, n: int, fits: NDArray[np.bool_], limit: float, show
         row = int(np.where(open_ & (worth >= best - 1e-9), tokens, -1).argmax())
         take(row)
         unseen &= ~shown.masks[:, row]
-    if len(chosen) < n - 1 and n >= 4 and (twin := _twin(shown, chosen, open_)) is not None:
+    if most < n - 1 and (twin := _twin(shown, chosen, open_)) is not None:
         take(twin)
     while len(chosen) < n - 1:
         take(int(np.where(open_ & carries, tokens, -1).argmax() if (open_ & carries).any() else open_.argmax()))
@@ -157,14 +164,25 @@ def _gain(shown: Shown, unseen: NDArray[np.bool_]) -> Floats:
 
 
 def _twin(shown: Shown, chosen: Sequence[int], open_: NDArray[np.bool_]) -> int | None:
-    """A row that shares with one of the chosen what few others show: some losses compare such rows."""
+    """A row that shares with one of the chosen what few others show: some losses compare such rows.
+
+    While none is chosen, any row that shares something with another.
+    """
     counts = shown.masks.sum(axis=1)
-    lonely = np.flatnonzero((counts >= 2) & (shown.masks[:, list(chosen)].sum(axis=1) == 1))
+    seen = shown.masks[:, list(chosen)].sum(axis=1) if chosen else (shown.masks & open_).sum(axis=1) - 1
+    lonely = np.flatnonzero(_is_shared(shown) & (seen == 1 if chosen else seen >= 1))
     for facet in lonely[np.argsort(counts[lonely], kind="stable")]:
         rows = np.flatnonzero(shown.masks[facet] & open_)
         if len(rows):
             return int(rows[0])
     return None
+
+
+def _is_shared(shown: Shown) -> NDArray[np.bool_]:
+    """(F,) what two rows or more show, and not most of them."""
+    counts = shown.masks.sum(axis=1)
+    shared: NDArray[np.bool_] = (counts >= 2) & (2 * counts <= shown.masks.shape[1]) & shown.counts
+    return shared
 
 
 def _last(
@@ -196,7 +214,9 @@ def _choice(table: RowTable, rows: Ints, limit: float, shown: Shown) -> Choice:
     first, second = sorted(groups, key=lambda each: -int(table.loss_tokens[each].sum()))
     if len(first) < len(second):  # equally many rows on all ranks
         first, second = second, first
-    worth = float(shown.worth[shown.masks[:, rows].any(axis=1)].sum()) + _PREFERRED * int(shown.preferred[rows].sum())
+    seen = shown.masks[:, rows].sum(axis=1)
+    worth = float(shown.worth[(seen > 0) & shown.counts].sum()) + _PREFERRED * int(shown.preferred[rows].sum())
+    worth += bool((_is_shared(shown) & (seen >= 2)).any())
     tokens = int(table.loss_tokens[rows].sum())
     return Choice(
         (first, second), tells_reductions(table, (first, second), limit), worth, tokens, int((~carries[rows]).sum())
