@@ -6,7 +6,8 @@ change.
 
     gradient_check  the first-batch check
     passes          how its passes are run, alone or under sharding
-    probe           which rows and what padding it runs on
+    rows            which rows it runs on
+    probe           and in which ways
     sketch          gradients compared without a copy of them
     compare         how far apart is the same
     column_check    numbers of columns that nobody has declared

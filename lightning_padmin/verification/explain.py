@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_padmin.batch import Field, RowTable, Schema, measure
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.verification.probe import Ints
+from lightning_padmin.verification.rows import Ints
 
 _REDUCTIONS = ("token-mean", "row-mean", "sum")
 

@@ -8,7 +8,7 @@ weights would have matched is found out without another pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightning_padmin.architectures import has_experts
-from lightning_padmin.batch import AXES, RowTable, Schema, map_leaves
+from lightning_padmin.batch import AXES, RowTable, Schema, iter_leaves, map_leaves
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, as_floats, as_integer, exchange_alone, together
 from lightning_padmin.errors import GradientCheckError, PadMinError
-from lightning_padmin.microbatching import PackStyle
+from lightning_padmin.microbatching import PackStyle, SlotMap
 from lightning_padmin.verification.column_check import ColumnCheck
 from lightning_padmin.verification.compare import Tolerance, dtypes_of
 from lightning_padmin.verification.explain import (
@@ -33,18 +33,20 @@ from lightning_padmin.verification.explain import (
     group_weights,
     measured,
 )
+from lightning_padmin.verification.facets import row_facets
 from lightning_padmin.verification.passes import LocalPasses, LossFunction, Passes, ShardedPasses
 from lightning_padmin.verification.probe import (
     Probe,
+    choose_rows,
     first_label_groups,
     make_probe,
     masked_tokens_vary,
     one_row,
     padded_row,
-    probe_sizes,
-    tells_reductions,
+    rolled_rows,
     whole_probe,
 )
+from lightning_padmin.verification.rows import Ints, Shown, best_numbers, tells_reductions
 from lightning_padmin.verification.sketch import Sketches, best_weights, combine
 from lightning_padmin.verification.words import Said, words_of
 
@@ -107,6 +109,8 @@ def check_gradients(
     subtracts_lost: bool = False,
     alone: Callable[[], AbstractContextManager[Any]] | None = None,
     advice: Advice | None = None,
+    wanted: Collection[str] = (),
+    prefer: Sequence[int] | NDArray[np.int64] | None = None,
 ) -> Outcome | None:
     """Compares gradients of a few rows, split and as they came; on all ranks or on none.
 
@@ -130,6 +134,8 @@ def check_gradients(
             unless `label_shift=0` is declared.
         alone: as `joint`, with one row in each chunk.
         advice: what can be done instead, in the adapter's words.
+        wanted: facets of rows (see `row_facets`) that are to be seen before others.
+        prefer: rows to take where there is a choice.
 
     Returns:
         The outcome, or None where a rank has no two rows that carry loss (another batch may do), or where this batch
@@ -143,7 +149,10 @@ def check_gradients(
     if first_labels:
         probe = _agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
     else:
-        probe = _agreed_probe(batch, schema, table, config, exchange, limit, joint is not None, more_than_told, packs)
+        facets = row_facets(dict(iter_leaves(batch, schema.fields)), schema, table) if joint is None else {}
+        shown = Shown.of(facets, len(table), wanted, prefer)
+        is_joint = joint is not None
+        probe = _agreed_probe(batch, schema, table, config, exchange, limit, is_joint, more_than_told, packs, shown)
     if probe is None:
         return None
     arguments = (loss_fn, batch, schema, module, probe, joint, holders)
@@ -167,18 +176,30 @@ def _agreed_probe(
     is_joint: bool,
     more_than_told: bool,
     packs: PackStyle | None,
+    shown: Shown,
 ) -> Probe | None:
     """A probe of equally many rows on all ranks, or None on all."""
     if is_joint:  # coupled losses may need their whole batch, and it is what training is going to run
         return whole_probe(schema, table, config)
-    possible, telling = probe_sizes(table, config, limit)
-    telling = possible if packs is not None else telling  # the reduction is not what is asked
-    agreed = exchange([sum(1 << n for n in possible), sum(1 << n for n in telling)])
-    everywhere, somewhere = int(np.bitwise_and.reduce(agreed[:, 0])), int(np.bitwise_or.reduce(agreed[:, 1]))
+    found = choose_rows(batch, schema, table, config, limit, shown)
+    telling = {n for n, each in found.items() if each.tells or packs is not None}  # of packs the reduction is not asked
+    # Of each number how many rows without loss ride along, in two bits.
+    riders = sum(each.riders << 2 * n for n, each in found.items())
+    said = exchange([_bits(found), _bits(telling), _bits(best_numbers(found)), riders])
+    everywhere = int(np.bitwise_and.reduce(said[:, 0]))
+    somewhere, best = (int(np.bitwise_or.reduce(said[:, k])) for k in (1, 2))
     if everywhere == 0 or (more_than_told and not everywhere & somewhere):
         return None
-    best = everywhere & somewhere or everywhere
-    return make_probe(batch, schema, table, config, best.bit_length() - 1, packs)
+    chosen = everywhere & somewhere & best or everywhere & somewhere or everywhere & best or everywhere
+    n = chosen.bit_length() - 1
+    most_riders = max(int(each) >> 2 * n & 3 for each in said[:, 3])
+    return make_probe(
+        batch, schema, table, config, n, packs, found[n].groups, limit=limit, shown=shown, riders=most_riders
+    )
+
+
+def _bits(numbers: Iterable[int]) -> int:
+    return sum(1 << n for n in numbers)
 
 
 def _agreed_first_labels(
@@ -193,13 +214,13 @@ def _agreed_first_labels(
     """A probe that tells on some rank whether the loss takes labels on first tokens, of equally many rows on all."""
     asked = subtracts_lost or config.loss_reduction == "token-mean"
     telling = first_label_groups(table, config, limit, subtracts_lost) if asked else {}
-    possible = probe_sizes(table, config, limit)[0] | set(telling)
-    agreed = exchange([sum(1 << n for n in possible), sum(1 << n for n in telling)])
+    possible = set(choose_rows(batch, schema, table, config, limit)) | set(telling)
+    agreed = exchange([_bits(possible), _bits(telling)])
     best = int(np.bitwise_and.reduce(agreed[:, 0])) & int(np.bitwise_or.reduce(agreed[:, 1]))
     if best == 0:
         return None
     n = min(k for k in range(best.bit_length()) if best >> k & 1)
-    return make_probe(batch, schema, table, config, n, groups=telling.get(n))
+    return make_probe(batch, schema, table, config, n, groups=telling.get(n), limit=limit, riders=0)
 
 
 class _Check:
@@ -299,20 +320,24 @@ class _Check:
         return judged
 
     def _rows_alone(self) -> Sketches:
-        rows = [one_row(self._schema, self._table, int(row), self._config, wide=False) for row in self._probe.rows]
-        weights = group_weights(self._table, [np.array([row]) for row in self._probe.rows], self._config.loss_reduction)
-        return self._passes.of(rows, weights)
+        """Of the finest partition, as training would weigh its parts."""
+        return self._of_groups(self._probe.alone)
+
+    def _of_groups(self, groups: Sequence[Ints]) -> Sketches:
+        weights = group_weights(self._table, groups, self._config.loss_reduction)
+        return self._passes.of([self._rolled(each) for each in groups], weights)
+
+    def _rolled(self, rows: Ints) -> SlotMap:
+        return rolled_rows(self._schema, self._table, rows, self._config)
 
     def _of_declarations(self, judged: _Verdict, whole: Sketches) -> _Verdict:
         """Declarations that fit each row alone, as they fit the groups; where none does, rows are coupled."""
         asked = judged.status is Status.DECLARATION
         if not isinstance(self._passes, LocalPasses) or not self._any(asked):
             return judged
-        groups = [np.array([row]) for row in self._probe.rows]
+        groups = self._probe.alone
         try:
-            alone = [
-                self._passes.of([one_row(self._schema, self._table, int(r), self._config, False)]) for (r,) in groups
-            ]
+            alone = [self._passes.of([self._rolled(each)]) for each in groups]
         except Exception:  # what cannot run on one row may run on two
             return judged
         if not asked or self._passes.drew or not all(self._passes.largest(each) < np.inf for each in alone):
@@ -325,25 +350,44 @@ class _Check:
         return replace(judged, matching=fitting) if fitting else replace(judged, status=Status.COUPLED)
 
     def _of_single_rows(self, judged: _Verdict, found: Sketches) -> _Verdict:
-        """Whether rows alone make up what groups of them do.
+        """Whether rows alone make up what groups of them do; where a row alone cannot run, two other groups.
 
-        A loss that leaves a part of the batch out (its largest losses, say) may by chance take as many from each group.
+        A loss that leaves a part of the batch out (its largest losses, say) may by chance take as many from each group,
+        and rows that it compares may be in one.
         """
-        asked = not self._is_joint and not self.is_packed and isinstance(self._passes, LocalPasses)
+        asked = not self._is_joint and not self.is_packed
+        is_local = isinstance(self._passes, LocalPasses)
         several = any(len(group) > 1 for group in self._probe.groups)
         if not (asked and self._any(several and judged.status is Status.EXACT)):
             return judged
-        try:
-            alone = self._rows_alone()
-        except Exception:  # what cannot run on one row may run on two
-            alone = None
-        if judged.status is not Status.EXACT or alone is None or self._passes.drew:
+        parts: list[Sketches] | None = None
+        if is_local:
+            try:
+                parts = self._weighed(self._probe.alone)
+            except Exception:  # what cannot run on one row may run on two
+                parts = None
+        if self._any(parts is None) and not self._any(not self._probe.second):
+            other = self._together(lambda: self._of_groups(self._probe.second))
+            parts = [other] if parts is None else parts
+        if judged.status is not Status.EXACT or parts is None or self._passes.drew:
             return judged
-        value, where = self._passes.difference(alone, found, self._limit)
-        if not np.isfinite(value) or value <= self._limit:
+        ones = [1.0] * len(parts)
+        value, where = self._passes.difference(combine(parts, ones), found, self._limit)
+        if value <= self._limit:
             return judged
-        flips = Tolerance(self._limit).may_be_flips(value) and has_experts(self._module)
-        return replace(judged, status=Status.ROUTING if flips else Status.COUPLED, difference=value, parameter=where)
+        status = Status.COUPLED
+        if Tolerance(self._limit).may_be_flips(value) and has_experts(self._module):
+            status = Status.ROUTING
+        elif is_local and len(parts) > 1 and np.isfinite(value):
+            fitted = combine(parts, best_weights(parts, found))
+            if self._passes.difference(fitted, found, self._limit)[0] <= self._limit:
+                status = Status.WEIGHTS
+        return replace(judged, status=status, difference=value, parameter=where)
+
+    def _weighed(self, groups: Sequence[Ints]) -> list[Sketches]:
+        """Of each group, its loss times its weight."""
+        weights = group_weights(self._table, groups, self._config.loss_reduction)
+        return [self._passes.of([self._rolled(each)], [w]) for each, w in zip(groups, weights, strict=True)]
 
     def _rows_in_chunks(self) -> Sketches:
         assert self.alone is not None
