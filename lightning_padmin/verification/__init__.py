@@ -7,6 +7,7 @@ change.
     gradient_check  the first-batch check
     passes          how its passes are run, alone or under sharding
     probe           which rows and what padding it runs on
+    writes          what a step writes once per call
     sketch          gradients compared without a copy of them
     compare         how far apart is the same
     explain         findings in words
