@@ -21,6 +21,7 @@ from lightning_padmin.microbatching import PackStyle
 _MOST_WITHOUT_GRADIENT = 5
 _STOP = "use PadMinCallback(enabled=False)"
 _COUPLED = "Run the model in chunks with mode='joint', or " + _STOP
+_ONCE = "in on_train_batch_end or on_before_optimizer_step (for means over an epoch: self.log)"
 _COUPLED_ELSEWHERE = (
     "Call your model through lightning_padmin.PaddedForward in training_step, and leave the callback out, or " + _STOP
 )
@@ -135,7 +136,7 @@ class FirstBatchCheck:
             self._config,
             joint=self._chunked if self._models else None,
             alone=self._alone if alone else None,
-            advice=Advice(_COUPLED if can_be_joint else _COUPLED_ELSEWHERE, _STOP),
+            advice=Advice(_COUPLED if can_be_joint else _COUPLED_ELSEWHERE, _STOP, _ONCE),
             **options,
         )
 

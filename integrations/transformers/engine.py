@@ -55,6 +55,10 @@ _COUPLED = (
     "Leave PadMinTrainerMixin out and call the model through lightning_padmin.PaddedForward in your own compute_loss, "
     "taking the loss of its outputs, or " + _STOP
 )
+_ONCE = (
+    "in on_step_end of a TrainerCallback, or in a training_step of a class in front of the mixin, "
+    "class MyTrainer(Mine, PadMinTrainerMixin, Trainer)"
+)
 _SUM = "A sum over num_items_in_batch"
 _FIX_OF_HOOKS = (
     "Do that once per step, in on_pre_optimizer_step of a TrainerCallback (an optimizer that steps in the backward "
@@ -454,7 +458,7 @@ class Engine:
             packs=packs,
             first_labels=first_labels,
             subtracts_lost=pools and self._subtracts_lost,
-            advice=Advice(_COUPLED, _STOP, _SUM if pools else None),
+            advice=Advice(_COUPLED, _STOP, _ONCE, _SUM if pools else None),
         )
 
     # Counts, and what is said.

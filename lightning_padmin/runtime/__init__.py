@@ -6,6 +6,7 @@ knows nothing of batches, losses or frameworks.
 
     isolation     the context managers that others use
     keeper        which objects are looked at, and how each kind is put back
+    changes       what differs, by name
     writes        memory copied at the first write into it
     random_state  random generators put back
     patching      attributes replaced for a while
@@ -13,6 +14,7 @@ knows nothing of batches, losses or frameworks.
     notices       what the user is told: once, and at a line of the user's own
 """
 
+from lightning_padmin.runtime.changes import MISSING, Change
 from lightning_padmin.runtime.isolation import (
     DATA_OF_TRAINERS,
     AttributeState,
@@ -22,6 +24,7 @@ from lightning_padmin.runtime.isolation import (
     untouched,
     without_dropout,
 )
+from lightning_padmin.runtime.keeper import is_library
 from lightning_padmin.runtime.notices import How, Notices, warn
 from lightning_padmin.runtime.patching import replaced
 from lightning_padmin.runtime.random_state import RandomState
@@ -29,13 +32,16 @@ from lightning_padmin.runtime.wrappers import layers, takes, unwrap, without_ada
 
 __all__ = [
     "DATA_OF_TRAINERS",
+    "MISSING",
     "AttributeState",
+    "Change",
     "How",
     "ModuleState",
     "Notices",
     "RandomState",
     "attention_inside",
     "holders_of",
+    "is_library",
     "layers",
     "replaced",
     "takes",

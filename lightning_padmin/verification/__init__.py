@@ -8,6 +8,7 @@ change.
     passes          how its passes are run, alone or under sharding
     rows            which rows it runs on
     probe           and in which ways
+    writes          what a step writes once per call
     sketch          gradients compared without a copy of them
     compare         how far apart is the same
     column_check    numbers of columns that nobody has declared

@@ -29,6 +29,7 @@ class Status(IntEnum):
     DECLARATION = 8
     WEIGHTS = 9
     COUPLED = 10
+    WRITES = 11
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Advice:
     Attributes:
         coupled: where rows are coupled.
         off: how to go on without this library.
+        once: where things are done once per batch.
         reduction: what is declared of the loss, where the configuration does not say it.
     """
 
@@ -46,6 +48,7 @@ class Advice:
         "enabled=False"
     )
     off: str = "use enabled=False"
+    once: str = "where the optimizer steps"
     reduction: str | None = None
 
 

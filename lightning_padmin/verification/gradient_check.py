@@ -49,6 +49,7 @@ from lightning_padmin.verification.probe import (
 from lightning_padmin.verification.rows import Ints, Shown, best_numbers, tells_reductions
 from lightning_padmin.verification.sketch import Sketches, best_weights, combine
 from lightning_padmin.verification.words import Said, words_of
+from lightning_padmin.verification.writes import WriteSearch, as_integers, named, text_of
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
@@ -248,6 +249,7 @@ class _Check:
         self.advice = Advice()
         self._columns = ColumnCheck(passes, batch, schema, table, exchange)
         self._knows_rows = False  # whether rows were compared with themselves alone
+        self._written = ""  # what the step writes once per call
 
     def outcome(self) -> Outcome:
         passes = self._passes
@@ -286,7 +288,23 @@ class _Check:
         if self.subtracts_lost and self._tells_first and judged.status is Status.EXACT and self._table.shift:
             # Nothing was lost, so nothing may be subtracted.
             judged = replace(judged, status=Status.DECLARATION, matching=self._shift_bits(0))
-        return self._agree(self._if_it_repeats(judged, came))
+        return self._agree(self._of_writes(self._if_it_repeats(judged, came)))
+
+    def _of_writes(self, judged: _Verdict) -> _Verdict:
+        """Whether the step writes something once per call that is put back before each pass."""
+        if self._is_joint or self.is_packed or not self._any(bool(self._passes.left)):
+            return judged
+        search = WriteSearch(self._passes, self._probe.parts)
+        self._together(search.twice)
+        if self._any(search.is_open):
+            self._together(search.from_elsewhere)
+        if self._any(search.is_doubtful):
+            self._together(search.once_more)
+        # Other ranks may have more micro-batches, so that rows run once more here, with weight 0.
+        if len(self._exchange([0])) == 1 and search.found:
+            self._together(lambda: search.in_parts(self._limit))
+        self._written = named(search.found)
+        return replace(judged, status=Status.WRITES) if search.found else judged
 
     def _if_it_repeats(self, judged: _Verdict, came: Sketches) -> _Verdict:
         """A refusal only where un-split gradients are the same once more."""
@@ -574,6 +592,7 @@ class _Check:
             loses_targets=bool(self._table.lost_targets),
             knows_rows=self._knows_rows,
             alternatives=self._columns.alternatives,
+            written=self._written,
         )
 
     def _agree(self, judged: _Verdict) -> Outcome:
@@ -589,6 +608,8 @@ class _Check:
         status = Status(int(table[worst, 0]))
         value = float(as_floats(table[:, 2])[worst])
         place = int(table[worst, 3])
+        if status is Status.WRITES:
+            self._written = text_of(self._exchange(as_integers(self._written))[worst])
         words = words_of(status, int(table[worst, 1]), value, names[place] if place < len(names) else "", self._said)
         if status >= Status.PROMPTS:
             rank = f" (rank {worst})" if len(table) > 1 else ""

@@ -29,6 +29,7 @@ from lightning_padmin.verification.sketch import (
     sketch,
     sketched_gradients,
 )
+from lightning_padmin.verification.writes import states
 
 LossFunction = Callable[[Any], Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -42,6 +43,7 @@ class Passes(ABC):
         saw_half: whether a pass has computed in half precision.
         parts: sketches of the two groups, or None where groups cannot be had apart.
         losses: keys of what kinds of loss the step has taken, see `fingerprint`.
+        left: what the first pass un-split has left in places that it changed, frozen, by path; None before it.
     """
 
     def __init__(
@@ -59,11 +61,29 @@ class Passes(ABC):
         self.drew = self.saw_half = self._by_backward = False
         self.parts: list[Sketches] | None = None
         self.losses: set[str] = set()
+        self.left: dict[str, Any] | None = None
         self._state: ModuleState | None = None
 
     def came(self) -> Sketches:
         """Un-split, as the rows came."""
-        return self._run([self._probe.came])
+        return self._run([self._probe.came], keeps_left=self.left is None)
+
+    def in_turn(self, slots: Sequence[SlotMap], look: Callable[[int, ModuleState], None]) -> list[Sketches]:
+        """One pass after another, of which each finds what those before it have left, random numbers apart.
+
+        Args:
+            slots: of each pass.
+            look: called with 0 before the first, and with 1, 2, ... after each.
+        """
+        batches, found = [self._taken(each) for each in slots], []
+        with self._watched():
+            assert self._state is not None
+            look(0, self._state)
+            for k, batch in enumerate(batches):
+                self._state.restart()
+                found.append(self._gradients([batch], [1.0]))
+                look(k + 1, self._state)
+        return found
 
     def whole(self) -> Sketches:
         """Un-split, rolled and trimmed."""
@@ -118,21 +138,25 @@ class Passes(ABC):
             self._state.restore()
 
     def _run(
-        self, slot_maps: Sequence[SlotMap], weights: Sequence[float] = (1.0,), within: Context = nullcontext
+        self,
+        slot_maps: Sequence[SlotMap],
+        weights: Sequence[float] = (1.0,),
+        within: Context = nullcontext,
+        keeps_left: bool = False,
     ) -> Sketches:
         batches = [self._taken(slots) for slots in slot_maps]
         if self._state is None:
             self._state = ModuleState(self._module, self._holders, DATA_OF_TRAINERS)
         try:
-            with self._watched(), within():
+            with self._watched(keeps_left), within():
                 return self._gradients(batches, weights)
         except OnlyBackwardError:  # what the attempt wrote has been put back
             self._by_backward = True
-            with self._watched(), within():
+            with self._watched(keeps_left), within():
                 return self._gradients(batches, weights)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watched(self, keeps_left: bool = False) -> Iterator[None]:
         assert self._state is not None
         try:
             no_hooks = without_user_hooks(self._module)
@@ -141,6 +165,8 @@ class Passes(ABC):
                 yield
             self.drew = self.drew or not before.is_as(RandomState())
             self.saw_half = self.saw_half or watch.saw_half
+            if keeps_left:
+                self.left = states(self._state.changes())
         finally:
             self._state.clear()
 

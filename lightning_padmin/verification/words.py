@@ -34,6 +34,7 @@ class Said:
         loses_targets: whether the roll takes labels.
         knows_rows: whether rows were compared with themselves alone.
         alternatives: entries as what they may be in place of what they were taken for.
+        written: what the step writes once per call, in words.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class Said:
     loses_targets: bool
     knows_rows: bool
     alternatives: Sequence[tuple[str, Field]]
+    written: str = ""
 
     @property
     def declared(self) -> str:
@@ -121,6 +123,12 @@ def words_of(status: Status, matching: int, value: float, parameter: str, said: 
             "padding (a normalisation or a mean over all columns, a backward recurrence without packed sequences, "
             "a mask that is not passed on). Have it leave out padding by the mask"
             + (f", or {said.advice.off}" if said.is_joint else f". If the loss alone reads it: {said.advice.coupled}")
+        )
+    if status is Status.WRITES:
+        return (
+            f"the training step writes into {said.written} whenever it is called. Split, it is called once per "
+            "micro-batch, not once per batch: counters and averages run ahead, queues and lists fill with parts of "
+            f"batches. Do that once per batch, {said.advice.once}. {said.advice.coupled}"
         )
     if status is Status.DECLARATION:
         candidates = enumerate(declarations(said.config, said.schema))
