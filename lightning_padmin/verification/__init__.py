@@ -7,7 +7,9 @@ change.
     gradient_check  the first-batch check
     passes          how its passes are run, alone or under sharding
     probe           which rows and what padding it runs on
+    padding         whether a step reads outputs where rows have padding
     sketch          gradients compared without a copy of them
+    noise           how far apart rounding is, in half precision
     compare         how far apart is the same
     explain         findings in words
     leak            whether a model keeps packed rows apart, and who may pack

@@ -29,6 +29,7 @@ class Status(IntEnum):
     DECLARATION = 8
     WEIGHTS = 9
     COUPLED = 10
+    OUTPUTS = 11
 
 
 @dataclass(frozen=True)
