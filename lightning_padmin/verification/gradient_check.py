@@ -37,7 +37,7 @@ from lightning_padmin.verification.explain import (
     listed,
     measured,
 )
-from lightning_padmin.verification.noise import may_run_in_float32, measured_limit
+from lightning_padmin.verification.noise import may_run_in_float32, measured_limit, rounded_otherwise
 from lightning_padmin.verification.padding import GRADIENTS, STILL, Heard, Logged, filled, moved, named
 from lightning_padmin.verification.passes import LocalPasses, LossFunction, Passes, ShardedPasses
 from lightning_padmin.verification.probe import (
@@ -296,7 +296,8 @@ class _Check:
             self._limit = Tolerance.for_(()).limit
             return exact
         if not self._any(has_experts(self._module)):  # what rounding does to routes is not in this spread
-            self._limit = self._together(lambda: measured_limit(passes, came, self._exchange))
+            again = self._together(lambda: rounded_otherwise(passes))
+            self._limit = measured_limit(passes, again, came, self._exchange)
         return came
 
     def _in_float32(self, came: Sketches, weights: Sequence[float]) -> Sketches | None:

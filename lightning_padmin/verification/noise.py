@@ -8,6 +8,8 @@ order round nearly everything as before: that spread is up to a thousand times s
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -23,17 +25,16 @@ _FACTOR = 0.703125
 _TIMES = 4.0
 
 
-def measured_limit(passes: Passes, came: Sketches, exchange: Exchange) -> float:
-    """The limit for rows of which `came` is the un-split gradient; the same on all ranks, one more pass on each."""
-    value = spread(passes, came)
+def rounded_otherwise(passes: Passes) -> Sketches:
+    """Gradients of the rows as they came, with other roundings on the way: one more pass."""
+    return combine([passes.scaled(_FACTOR)], [1 / _FACTOR])
+
+
+def measured_limit(passes: Passes, again: Sketches, came: Sketches, exchange: Exchange) -> float:
+    """The limit for rows whose un-split gradient is `came`, and `again` with other roundings; equal on all ranks."""
+    value = passes.difference(again, came, HALF_LIMIT)[0]
     worst = float(all_gather_floats([value], exchange).max())
-    return min(max(_TIMES * worst, HALF_FLOOR), HALF_LIMIT) if worst == worst else HALF_LIMIT
-
-
-def spread(passes: Passes, came: Sketches) -> float:
-    """How far the un-split gradient is from itself, rounded otherwise: relative, as `Passes.difference`."""
-    again = combine([passes.scaled(_FACTOR)], [1 / _FACTOR])
-    return passes.difference(again, came, HALF_LIMIT)[0]
+    return HALF_LIMIT if math.isnan(worst) else min(max(_TIMES * worst, HALF_FLOOR), HALF_LIMIT)
 
 
 def may_run_in_float32(module: nn.Module) -> bool:
@@ -50,4 +51,4 @@ def may_run_in_float32(module: nn.Module) -> bool:
     return is_exact and not is_compiled and not any(each.dtype in HALF for each in tensors)
 
 
-__all__ = ["may_run_in_float32", "measured_limit", "spread"]
+__all__ = ["may_run_in_float32", "measured_limit", "rounded_otherwise"]
