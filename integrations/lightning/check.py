@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import nn
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
@@ -174,6 +175,21 @@ def _gradients(
     **how: Any,
 ) -> Outcome | None:
     # Mixed precision computes in another dtype than the parameters'.
-    tolerance = None if trainer.precision.startswith(("32", "64")) else 0.1
-    with quiet_training_step(trainer, kwargs) as loss:
-        return training.gradients(loss, read, config, tolerance=tolerance, **how)
+    is_half = not trainer.precision.startswith(("32", "64"))
+    said: dict[str, Any] = {}
+    with quiet_training_step(trainer, kwargs, said) as loss:
+        how["logged"] = lambda: _values(trainer.lightning_module, said)
+        return training.gradients(loss, read, config, is_half=is_half, **how)
+
+
+def _values(module: nn.Module, said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step has logged, and what is in the metrics that it may have updated, by name."""
+    metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+    metrics |= {name: value for name, value in said.items() if isinstance(value, Metric)}
+    values = {name: value for name, value in said.items() if not isinstance(value, Metric)}
+    for name, metric in metrics.items():
+        for key in metric._defaults:
+            state = getattr(metric, key)
+            parts = [state] if isinstance(state, Tensor) else list(state)
+            values |= {f"{name}.{key}" + f"[{k}]" * (len(parts) > 1): part for k, part in enumerate(parts)}
+    return values

@@ -461,12 +461,15 @@ class _MutedExperiment:
 
 
 @contextmanager
-def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iterator[Callable[[Any], Tensor]]:
+def quiet_training_step(
+    trainer: Trainer, kwargs: OrderedDict[str, Any], said: dict[str, Any] | None = None
+) -> Iterator[Callable[[Any], Tensor]]:
     """The module's own training step as a function batch -> loss, which logs nothing and synchronises no gradients.
 
     Args:
         trainer: a Trainer in the middle of its training loop.
         kwargs: what training_step is called with, the batch first.
+        said: filled with what the last call would have logged, by name.
     """
     module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
     # DistributedDataParallel would take a call of its wrapper for a step; FSDP gathers parameters in it.
@@ -474,7 +477,7 @@ def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iter
     loggers, hook = trainer.loggers, module._current_fx_name
     trainer.loggers = [_Muted(logger) for logger in loggers]
     module._current_fx_name = "training_step"
-    loop, said = trainer.fit_loop.epoch_loop.automatic_optimization, dict[str, Any]()
+    loop, said = trainer.fit_loop.epoch_loop.automatic_optimization, {} if said is None else said
 
     def heard(fx: str, name: str, value: Any, **arguments: Any) -> None:
         said[name] = value

@@ -454,7 +454,7 @@ class Engine:
             read,
             config,
             own,
-            tolerance=0.1 if accelerator.mixed_precision not in ("no", None) else None,
+            is_half=accelerator.mixed_precision not in ("no", None),
             packs=packs,
             first_labels=first_labels,
             subtracts_lost=pools and self._subtracts_lost,

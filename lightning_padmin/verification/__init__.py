@@ -9,7 +9,9 @@ change.
     rows            which rows it runs on
     probe           and in which ways
     writes          what a step writes once per call
+    padding         whether a step reads outputs where rows have padding
     sketch          gradients compared without a copy of them
+    noise           how far apart rounding is, in half precision
     compare         how far apart is the same
     column_check    numbers of columns that nobody has declared
     explain         what a check tries, and what it may find

@@ -30,6 +30,7 @@ class Status(IntEnum):
     WEIGHTS = 9
     COUPLED = 10
     WRITES = 11
+    OUTPUTS = 12
 
 
 @dataclass(frozen=True)

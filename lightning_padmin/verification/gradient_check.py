@@ -8,15 +8,15 @@ weights would have matched is found out without another pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_padmin.architectures import has_experts
 from lightning_padmin.batch import AXES, RowTable, Schema, iter_leaves, map_leaves
@@ -34,6 +34,9 @@ from lightning_padmin.verification.explain import (
     measured,
 )
 from lightning_padmin.verification.facets import row_facets
+from lightning_padmin.verification.noise import may_run_in_float32, measured_limit, rounded_otherwise
+from lightning_padmin.verification.padding import GRADIENTS, STILL, Heard, Logged, filled, moved
+from lightning_padmin.verification.padding import named as named_values
 from lightning_padmin.verification.passes import LocalPasses, LossFunction, Passes, ShardedPasses
 from lightning_padmin.verification.probe import (
     Probe,
@@ -53,6 +56,7 @@ from lightning_padmin.verification.writes import WriteSearch, as_integers, named
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
+_SAME = 1e-5  # up to which two passes have computed in one dtype
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ def check_gradients(
     module: nn.Module,
     *,
     tolerance: float | None = None,
+    is_half: bool = False,
     exchange: Exchange = exchange_alone,
     joint: Callable[[], AbstractContextManager[Any]] | None = None,
     more_than_told: bool = False,
@@ -109,6 +114,7 @@ def check_gradients(
     first_labels: bool = False,
     subtracts_lost: bool = False,
     alone: Callable[[], AbstractContextManager[Any]] | None = None,
+    logged: Logged | None = None,
     advice: Advice | None = None,
     wanted: Collection[str] = (),
     prefer: Sequence[int] | NDArray[np.int64] | None = None,
@@ -122,8 +128,10 @@ def check_gradients(
         table: its row table.
         config: the declarations that are checked.
         module: the module whose parameters are trained. It is left as it was.
-        tolerance: largest relative difference that counts as none; default by dtype, 1e-3 in float32, 0.1 in half
-            precision.
+        tolerance: largest relative difference that counts as none; default 1e-3 in float32, and in half precision by
+            what rounding makes of the batch (see `noise`), at most 0.1. Where weights are float32, autocast is left
+            out if the step runs without it.
+        is_half: the step computes in half precision, which compiled code may hide.
         exchange: the collective.
         joint: a context in which `loss_fn` runs the model in chunks; then that is compared, not the split.
         is_sharded: whether parameters are sharded over ranks (FSDP), so that passes are collective.
@@ -134,6 +142,8 @@ def check_gradients(
         subtracts_lost: the loss is divided by a number from which labels on first tokens behind padding are subtracted,
             unless `label_shift=0` is declared.
         alone: as `joint`, with one row in each chunk.
+        logged: what the last call of `loss_fn` has logged, by name; asked in joint mode, where it must not depend on
+            outputs of padding.
         advice: what can be done instead, in the adapter's words.
         wanted: facets of rows (see `row_facets`) that are to be seen before others.
         prefer: rows to take where there is a choice.
@@ -146,7 +156,7 @@ def check_gradients(
         GradientCheckError: training would change; on all ranks, with the same message.
         Exception: what the training step raised; the other ranks raise PeerError.
     """
-    limit = tolerance if tolerance is not None else Tolerance.for_(dtypes_of(module)).limit
+    limit = tolerance if tolerance is not None else Tolerance.for_(dtypes_of(module), saw_half=is_half).limit
     if first_labels:
         probe = _agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
     else:
@@ -156,12 +166,15 @@ def check_gradients(
         probe = _agreed_probe(batch, schema, table, config, exchange, limit, is_joint, more_than_told, packs, shown)
     if probe is None:
         return None
-    arguments = (loss_fn, batch, schema, module, probe, joint, holders)
+    heard = Heard(loss_fn, logged) if joint is not None else None
+    arguments = (heard or loss_fn, batch, schema, module, probe, joint, holders)
     passes = ShardedPasses(*arguments, exchange=exchange) if is_sharded else LocalPasses(*arguments)
     try:
         check = _Check(passes, batch, schema, table, config, module, probe, exchange, limit, joint is not None)
         check.is_packed, check.subtracts_lost, check.alone = packs is not None, subtracts_lost, alone
-        check.advice = advice or Advice()
+        if heard is not None and joint is not None:
+            check.heard, check.filled = heard, filled(joint)
+        check.advice, check.measures = advice or Advice(), tolerance is None
         return check.outcome()
     finally:
         passes.restore()
@@ -246,7 +259,10 @@ class _Check:
         self.is_packed = self.subtracts_lost = self._tells_first = False
         self._is_bent = False  # whether it makes a difference that weights go backward with the loss
         self.alone: Callable[[], AbstractContextManager[Any]] | None = None
-        self.advice = Advice()
+        self.advice, self.measures = Advice(), False
+        self.heard: Heard | None = None  # the loss, in joint mode
+        self.filled: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._heard_names: list[str] = []
         self._columns = ColumnCheck(passes, batch, schema, table, exchange)
         self._knows_rows = False  # whether rows were compared with themselves alone
         self._written = ""  # what the step writes once per call
@@ -255,13 +271,14 @@ class _Check:
         passes = self._passes
         weights = [] if self._is_joint else group_weights(self._table, self._probe.groups, self._config.loss_reduction)
         came = self._together(passes.came)
-        self._limit = Tolerance(self._limit).if_half(self._any(passes.saw_half)).limit
+        came = self._limited(came, weights)
         of_columns = None if self._is_joint or self.is_packed else self._columns(came, self._limit)
         if self._any(of_columns is not None):
             judged = _Verdict(Status.EXACT, 0, 0.0, "")
             judged = judged if of_columns is None else _Verdict(Status.COLUMNS, *of_columns)
             return self._agree(self._if_it_repeats(judged, came))
         found = self._together(lambda: passes.split(weights))
+        values = {} if self.heard is None else self.heard.take()
         size = passes.largest(came)
         value, parameter = passes.difference(found, came, self._limit)
         judged = _Verdict(Status.EXACT, 0, value, parameter)
@@ -282,6 +299,7 @@ class _Check:
             judged = self._together(lambda: self._judge(found, whole, judged) if differs else judged)
             judged = self._of_declarations(judged, whole)
             judged = self._explained(judged, found, whole)
+        judged = self._of_outputs(judged, found, values)
         judged = self._of_single_rows(judged, found)
         judged = self._without_padding(judged)
         self._tell_first(judged, found)
@@ -305,6 +323,47 @@ class _Check:
             self._together(lambda: search.in_parts(self._limit))
         self._written = named(search.found)
         return replace(judged, status=Status.WRITES) if search.found else judged
+
+    def _limited(self, came: Sketches, weights: Sequence[float]) -> Sketches:
+        """Sets the limit. Returns un-split gradients to go on with: of passes in float32, if those can be had."""
+        passes, tolerance = self._passes, Tolerance(self._limit)
+        is_half = self._any(passes.saw_half or tolerance.is_half)
+        self._limit = tolerance.if_half(is_half).limit
+        if not (is_half and self.measures):
+            return came
+        exact = self._in_float32(came, weights)
+        if exact is not None:
+            self._limit = Tolerance.for_(()).limit
+            return exact
+        if not self._any(has_experts(self._module)):  # what rounding does to routes is not in this spread
+            again = self._together(lambda: rounded_otherwise(passes))
+            self._limit = measured_limit(passes, again, came, self._exchange)
+        return came
+
+    def _in_float32(self, came: Sketches, weights: Sequence[float]) -> Sketches | None:
+        """Un-split gradients without autocast, and so will be those of all further passes; None if they stay half.
+
+        Only where half precision, which training runs in, has shown nothing by its own limit.
+        """
+        passes, twice = self._passes, 2 * self._probe.came.slots  # activations take twice the memory
+        budget = self._table.slots if self._config.token_budget is None else self._config.token_budget
+        may = isinstance(passes, LocalPasses) and not self._is_joint and twice <= budget
+        if self._any(not (may and may_run_in_float32(self._module))):
+            return None
+        halves = self._together(lambda: passes.split(weights))
+        if self._any(not passes.difference(halves, came, self._limit)[0] <= self._limit):
+            return None
+        parts, passes.parts = passes.parts, None
+        passes.in_float32, passes.saw_half, exact = True, False, None
+        try:
+            exact = passes.came()
+        except Exception:  # kernels that are there in half precision alone, memory
+            passes.saw_half = True
+        # Alike: something else decides about the dtype. Far apart: in float32 another path is taken.
+        apart = np.inf if exact is None else passes.difference(exact, came, self._limit)[0]
+        if self._any(passes.saw_half or not _SAME < apart <= self._limit):
+            passes.in_float32, passes.parts, exact = False, parts, None
+        return exact
 
     def _if_it_repeats(self, judged: _Verdict, came: Sketches) -> _Verdict:
         """A refusal only where un-split gradients are the same once more."""
@@ -366,6 +425,35 @@ class _Check:
             if weights and self._passes.difference(combine(alone, weights), whole, self._limit)[0] <= self._limit:
                 fitting |= 1 << index
         return replace(judged, matching=fitting) if fitting else replace(judged, status=Status.COUPLED)
+
+    def _of_outputs(self, judged: _Verdict, found: Sketches, values: Mapping[str, Tensor]) -> _Verdict:
+        """Joint mode: whether loss, gradients or logged values move with what stands in slots of padding."""
+        has_padding = bool((self._table.length < self._table.widths).any())
+        if self.heard is None or not self._any(has_padding):
+            return judged
+        value, names, where = self._moved(self.filled, found, values)
+        if self._any(bool(names)):
+            # What moves by itself tells nothing.
+            again, anyway, _ = self._moved(None, found, values)
+            names = [name for name in names if name not in anyway] if not 4 * again >= value else []
+        self._heard_names = named_values(values)
+        if not names:
+            return judged
+        matching = sum(1 << k for k, name in enumerate(self._heard_names) if name in names)
+        return replace(judged, status=Status.OUTPUTS, matching=matching, difference=value, parameter=where)
+
+    def _moved(
+        self, within: Callable[[], AbstractContextManager[Any]] | None, found: Sketches, values: Mapping[str, Tensor]
+    ) -> tuple[float, list[str], str]:
+        """By how much another joint pass is apart at most, in which values, and where in gradients."""
+        passes, heard = self._passes, self.heard
+        assert heard is not None
+        again = self._together(lambda: passes.split([]) if within is None else passes.through(within))
+        apart = moved(heard.take(), values)
+        value, where = passes.difference(again, found, self._limit)
+        if not value <= STILL:
+            apart[GRADIENTS] = value
+        return max(apart.values(), default=0.0), list(apart), where
 
     def _of_single_rows(self, judged: _Verdict, found: Sketches) -> _Verdict:
         """Whether rows alone make up what groups of them do; where a row alone cannot run, two other groups.
@@ -593,6 +681,7 @@ class _Check:
             knows_rows=self._knows_rows,
             alternatives=self._columns.alternatives,
             written=self._written,
+            heard=self._heard_names,
         )
 
     def _agree(self, judged: _Verdict) -> Outcome:

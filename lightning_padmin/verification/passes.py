@@ -16,7 +16,7 @@ from lightning_padmin.batch import Schema
 from lightning_padmin.distributed import Exchange, all_gather_floats
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.microbatching import SlotMap
-from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, RandomState, without_dropout
+from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, RandomState, without_autocast, without_dropout
 from lightning_padmin.verification.fingerprints import fingerprint
 from lightning_padmin.verification.probe import Probe
 from lightning_padmin.verification.sketch import (
@@ -41,6 +41,7 @@ class Passes(ABC):
     Attributes:
         drew: whether a pass has drawn random numbers.
         saw_half: whether a pass has computed in half precision.
+        in_float32: further passes leave autocast out.
         parts: sketches of the two groups, or None where groups cannot be had apart.
         losses: keys of what kinds of loss the step has taken, see `fingerprint`.
         left: what the first pass un-split has left in places that it changed, frozen, by path; None before it.
@@ -58,7 +59,7 @@ class Passes(ABC):
     ) -> None:
         self._loss_fn, self._batch, self._schema = loss_fn, batch, schema
         self._module, self._probe, self._joint, self._holders = module, probe, joint, holders
-        self.drew = self.saw_half = self._by_backward = False
+        self.drew = self.saw_half = self.in_float32 = self._by_backward = False
         self.parts: list[Sketches] | None = None
         self.losses: set[str] = set()
         self.left: dict[str, Any] | None = None
@@ -84,6 +85,10 @@ class Passes(ABC):
                 found.append(self._gradients([batch], [1.0]))
                 look(k + 1, self._state)
         return found
+
+    def scaled(self, factor: float) -> Sketches:
+        """`factor` times the gradient of the rows as they came: the loss is multiplied before it goes backward."""
+        return self.of([self._probe.came], [factor])
 
     def whole(self) -> Sketches:
         """Un-split, rolled and trimmed."""
@@ -160,7 +165,8 @@ class Passes(ABC):
         assert self._state is not None
         try:
             no_hooks = without_user_hooks(self._module)
-            with no_hooks, without_dropout(self._module) as watch, self._state.watching():
+            cast = without_autocast() if self.in_float32 else nullcontext()
+            with no_hooks, without_dropout(self._module) as watch, self._state.watching(), cast:
                 before = RandomState()
                 yield
             self.drew = self.drew or not before.is_as(RandomState())

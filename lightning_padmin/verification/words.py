@@ -35,6 +35,7 @@ class Said:
         knows_rows: whether rows were compared with themselves alone.
         alternatives: entries as what they may be in place of what they were taken for.
         written: what the step writes once per call, in words.
+        heard: names of what may depend on outputs of padding.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class Said:
     knows_rows: bool
     alternatives: Sequence[tuple[str, Field]]
     written: str = ""
+    heard: Sequence[str] = ()
 
     @property
     def declared(self) -> str:
@@ -123,6 +125,14 @@ def words_of(status: Status, matching: int, value: float, parameter: str, said: 
             "padding (a normalisation or a mean over all columns, a backward recurrence without packed sequences, "
             "a mask that is not passed on). Have it leave out padding by the mask"
             + (f", or {said.advice.off}" if said.is_joint else f". If the loss alone reads it: {said.advice.coupled}")
+        )
+    if status is Status.OUTPUTS:
+        read = [name for k, name in enumerate(said.heard) if matching >> k & 1]
+        return (
+            f"{', '.join(read) or 'a logged value'} of the step depends on outputs where rows have padding: with other "
+            f"numbers there it moves by {value:.2g} of itself. In chunks the model does not compute these slots, and "
+            "they hold zeros, so that this is not what it is un-split. Mask outputs by the attention mask, or "
+            f"{said.advice.off}"
         )
     if status is Status.WRITES:
         return (
