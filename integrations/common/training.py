@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,9 +12,19 @@ from torch import Tensor, nn
 from lightning_padmin.architectures import Findings, HookWatch, Tolerable, refuse_batch_statistics, screen, words_of
 from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
+from lightning_padmin.errors import GradientCheckError
 from lightning_padmin.integrations.common.topology import Topology
 from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, PackStyle
-from lightning_padmin.verification import Outcome, PackCheck, PackGate, check_gradients
+from lightning_padmin.verification import (
+    Ledger,
+    Outcome,
+    PackCheck,
+    PackGate,
+    batch_facets,
+    check_gradients,
+    model_facets,
+    row_facets,
+)
 
 if TYPE_CHECKING:
     from lightning_padmin.integrations.common.session import Session
@@ -49,6 +59,8 @@ class Training:
         gate: decides whether rows are packed; None: they are padded.
         packs: whether the step takes packs; None where nobody asks.
         has_passed: whether `heed` has found nothing to refuse.
+        ledger: what was shown to checks that passed; None where nothing is audited.
+        audit_is_due: whether, on some rank, the batch that was read last should be checked before it is trained on.
     """
 
     def __init__(
@@ -74,6 +86,10 @@ class Training:
         self.gate: PackGate | None = None
         self.packs: PackCheck | None = None
         self._batcher: MicroBatcher | None = None
+        config = session.config
+        self.ledger = Ledger(config.audit_every) if config.check == "audit" and config.enabled else None
+        self.audit_is_due = self._has_begun = False
+        self._shown: tuple[set[str], dict[str, Any]] = set(), {}
 
     @property
     def model(self) -> nn.Module:
@@ -158,6 +174,7 @@ class Training:
             "row_limit": self.findings.row_limit,
             "gate": self.gate,
             "asks_of_step": self.packs is not None,
+            "wants_audit": None if self.ledger is None else self._show,
         }
         return MicroBatcher(self.findings.options(config or self._session.config), **(known | differs))
 
@@ -198,10 +215,65 @@ class Training:
     def _pass(self, by: MicroBatcher | None, way: Callable[[MicroBatcher, bool], T], *, plans: bool = True) -> T:
         """The one place through which every batch of every adapter goes."""
         batcher = by or self.main
+        self.begin_step()
         found = way(batcher, self.may_pack)
+        self.audit_is_due, self._has_begun = batcher.audits, False
         if plans and batcher.has_changed and self.packs is not None:
             self.packs.again()  # packs are proven anew for models that have become others
         return found
+
+    # Audits.
+
+    def begin_step(self) -> None:
+        """Another batch comes; for adapters that check it before they have it prepared or read."""
+        if self.ledger is not None and not self._has_begun:
+            self.ledger.begin_step()
+        self._has_begun = True
+
+    def _show(self, leaves: Mapping[str, Any], schema: Schema, table: RowTable) -> bool:
+        """Notes what a batch shows, and whether that is to be looked at."""
+        assert self.ledger is not None
+        model = self.model
+        rows = row_facets(leaves, schema, table)
+        of_batch = batch_facets(leaves, schema) | model_facets(list(model.modules()), list(model.parameters()))
+        self._shown = of_batch, rows
+        self.ledger.show(of_batch | rows.keys())
+        return self.ledger.wants
+
+    def audited(self, check: Callable[[], Outcome | None]) -> Outcome | None:
+        """Runs a check of the batch that was read last, and notes what it has seen.
+
+        Args:
+            check: compares gradients; all ranks run it, or none.
+
+        Raises:
+            GradientCheckError: training would change; in the middle of a training, it says since when.
+        """
+        if self.ledger is None:
+            return check()
+        try:
+            outcome = check()
+        except GradientCheckError as error:
+            raise self._in_time(error) from None
+        if outcome is None or not outcome.told:
+            self.ledger.could_not_tell(for_want_of_gradients=outcome is not None)
+            return outcome
+        of_batch, by_row = self._shown
+        seen = {name for name, rows in by_row.items() if not outcome.rows or rows[list(outcome.rows)].any()}
+        self.ledger.passed(outcome.difference, of_batch | seen)
+        return outcome
+
+    def _in_time(self, error: GradientCheckError) -> GradientCheckError:
+        """What an audit has found, with what was new, and since when it may have been so."""
+        ledger = self.ledger
+        assert ledger is not None
+        if not ledger.audits:
+            return error
+        new, since = sorted(ledger.new), ledger.step - ledger.last - 1
+        shown = f"the first with {', '.join(new[:4])}{', ...' if len(new) > 4 else ''}" if new else "looked at in turn"
+        undone = f"; {since} steps since then are not undone" if since else ""
+        words = f"audit of step {ledger.step} ({shown}; step {ledger.last} had passed{undone}): "
+        return GradientCheckError(words + str(error).removeprefix("first-batch check: "))
 
     @property
     def may_pack(self) -> bool:

@@ -63,7 +63,9 @@ class PadMinCallback(pl.Callback):
             rows; "auto" is "split", and refuses what that would change.
         layout: "pack" puts rows behind each other in one long row, where your model was measured not to leak; "auto"
             does where that is proven and faster.
-        check: "first-batch" compares gradients of a few rows, split and as they came, before the first step.
+        check: "audit" compares gradients of a few rows, split and as they came, before the first step, on batches that
+            show something new, and now and then; "first-batch" until a batch has told.
+        audit_every: steps between two audits after those of steps 1, 3, 10, 30 and 100; 0: none after them.
         loss_reduction: how `training_step` reduces its loss: "token-mean", "row-mean", "sum", or a function
             batch -> (rows,) row weights. It must be true: a wrong one trains something else.
         enabled: False leaves no trace.
@@ -88,7 +90,8 @@ class PadMinCallback(pl.Callback):
         *,
         mode: Literal["auto", "split", "joint", "replay"] = "auto",
         layout: Literal["pad", "pack", "auto"] = "pad",
-        check: Literal["first-batch", "off"] | bool = "first-batch",
+        check: Literal["audit", "first-batch", "off"] | bool = "audit",
+        audit_every: int = 500,
         loss_reduction: LossReduction | RowWeight = "token-mean",
         normalize: Literal["rank", "global"] = "rank",
         label_shift: int | None = None,

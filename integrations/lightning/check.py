@@ -55,8 +55,9 @@ class FirstBatchCheck:
         self._trainer, self._session, self._training, self._config = trainer, session, training, config
         self._models, self._kept = models, kept
         self._said: set[str] = set()
-        self.module, is_on = trainer.lightning_module, config.check == "first-batch"
-        self.batches = FirstBatches(is_on, most_without_gradient=_MOST_WITHOUT_GRADIENT)
+        self.module, is_on = trainer.lightning_module, config.check != "off"
+        most = _MOST_WITHOUT_GRADIENT if config.check == "first-batch" else None
+        self.batches = FirstBatches(is_on, most_without_gradient=most)
 
     def __call__(
         self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable, shows_first: bool = False
@@ -74,25 +75,35 @@ class FirstBatchCheck:
         """
         if self.batches.is_due:
             self._check(kwargs, schema, table)
+        elif self._training.audit_is_due:
+            outcome = self._training.audited(lambda: self._outcome(kwargs, schema, table))
+            if outcome is not None and outcome.notable:
+                self._say(outcome)
         if shows_first and self.batches.first_is_open:
             self.batches.heard_of_first_labels(self._outcome(kwargs, schema, table, first_labels=True))
 
     def _check(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
         batches = self.batches
         had_told = batches.told
-        outcome = self._outcome(kwargs, schema, table, more_than_told=had_told)
+        more = had_told and not self._training.audit_is_due
+        outcome = self._training.audited(lambda: self._outcome(kwargs, schema, table, more_than_told=more))
         batches.heard(outcome)
         if outcome is None:
             if not batches.is_due and not had_told:
                 words = f"none of the first {batches.count} batches has two rows that carry loss: not checked"
                 self._session.tell(words)
-        elif not had_told and outcome.words not in self._said:
-            self._said.add(outcome.words)
-            words = f"mode {'joint' if self._models else 'split'}: {outcome.words}"
-            if outcome.notable and not (outcome.told and self._training.findings.corrects):
-                self._training.notices(words, key=words)
-            else:
-                self._session.tell(words)
+        elif not had_told:
+            self._say(outcome)
+
+    def _say(self, outcome: Outcome) -> None:
+        if outcome.words in self._said:
+            return
+        self._said.add(outcome.words)
+        words = f"mode {'joint' if self._models else 'split'}: {outcome.words}"
+        if outcome.notable and not (outcome.told and self._training.findings.corrects):
+            self._training.notices(words, key=words)
+        else:
+            self._session.tell(words)
 
     def _outcome(
         self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable, **options: Any

@@ -171,6 +171,7 @@ class Engine:
             return batches, num_items
         self._prove(batches, num_items, self._pooling)
         chunks = self._training.prepare_window(batches, by=self._pooling, min_micro_batches=len(batches))
+        self._audit(chunks, num_items, self._pooling)
         self._look_at_first_labels(chunks, num_items, self._pooling)
         guard = self._training.guard(chunks)
         num_items = self._without_lost(num_items, chunks, batches)
@@ -233,6 +234,8 @@ class Engine:
             self._check_means(inputs)
         if self._first.is_due:
             self._check(batcher.read_made_together(lambda: dict(inputs)), num_items, batcher)
+        elif not self._dealt:
+            self._audit(chunks, num_items, batcher)
         if not self._dealt:
             self._look_at_first_labels(chunks, num_items, batcher)
         return self._run(stock, model, chunks, indices, guard, num_items, sums)
@@ -346,6 +349,7 @@ class Engine:
         """
         if not self._first.is_due:
             return True
+        self._training.begin_step()
         read = self._pooling.read_window_together(batches)
         try:
             outcome = self._check(read, num_items, self._pooling)
@@ -365,11 +369,16 @@ class Engine:
 
     def _check(self, read: Read, num_items: Any, batcher: MicroBatcher) -> Outcome | None:
         """Gradients of a few rows through the Trainer's own `compute_loss`, un-split and split."""
-        outcome = self._gradients(read, num_items, batcher.config)
+        outcome = self._training.audited(lambda: self._gradients(read, num_items, batcher.config))
         self._first.heard(outcome)
         if outcome is not None and outcome.notable and outcome.told:
             self._say(outcome.words)
         return outcome
+
+    def _audit(self, chunks: MicroBatches, num_items: Any, batcher: MicroBatcher) -> None:
+        """Checks a batch, or the rows of a window, that shows something new, or when the time has come."""
+        if self._training.audit_is_due and not self._first.is_due:
+            self._check((chunks.source, chunks.schema, chunks.table), num_items, batcher)
 
     def _check_means(self, inputs: Any) -> None:
         """Checks the first batch that comes without `num_items`, though the loss has been one of a sum over it."""

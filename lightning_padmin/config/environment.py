@@ -199,7 +199,7 @@ def _as_text(name: str, value: Any) -> str:
     if isinstance(value, bool) and name == "enabled":
         return str(value).lower()
     if isinstance(value, bool):  # check: YAML makes a boolean of a bare off
-        return "first-batch" if value else "off"
+        return "audit" if value else "off"
     if isinstance(value, Mapping):
         return json.dumps(value)
     return value if isinstance(value, str) else ",".join(value) if isinstance(value, Sequence) else str(value)

@@ -28,7 +28,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "method": ("optimal", "greedy"),
     "mode": ("auto", "split", "joint", "replay"),
     "layout": ("pad", "pack", "auto"),
-    "check": ("first-batch", "off"),
+    "check": ("audit", "first-batch", "off"),
 }
 _ALIASES = {"sequence-mean": "row-mean"}
 _LOG_REDUCTIONS = ("mean", "row-mean", "sum", "max", "min", "last")
@@ -39,6 +39,7 @@ _INTEGERS: dict[str, tuple[int | None, bool]] = {
     "max_rows": (1, True),
     "shape_buckets": (1, True),
     "launch_cost": (0, False),
+    "audit_every": (0, False),
     "cost_multiple_of": (1, True),
     "attention_width": (1, True),
     "label_shift": (0, True),
@@ -114,10 +115,15 @@ class PadMinConfig:
         "after documents were measured not to leak into each other in your model, otherwise refused. auto: pack where "
         "that is proven and a fused kernel for variable lengths is active, else pad.",
     )
-    check: Literal["first-batch", "off"] | bool = _option(
-        "first-batch",
-        "first-batch: before the first step, gradients of a few rows are compared, split and as they came; training "
-        "that would change is refused. off (or False, which YAML makes of a bare off): not.",
+    check: Literal["audit", "first-batch", "off"] | bool = _option(
+        "audit",
+        "audit: gradients of a few rows are compared, split and as they came, before the first step, on every batch "
+        "that shows something new (see verification.facets), and now and then (see audit_every); training that would "
+        "change is refused. first-batch: until a first batch has told. off (or False, which YAML makes of a bare off): "
+        "not at all.",
+    )
+    audit_every: int = _option(
+        500, "check='audit': steps between two audits after those of steps 1, 3, 10, 30 and 100. 0: none after them."
     )
     loss_reduction: LossReduction | RowWeight = _option(
         "token-mean",
@@ -193,7 +199,7 @@ class PadMinConfig:
             if not (isinstance(value, str) or (value is None and optional)):
                 raise ConfigError(f"{name}={value!r}: expected a string" + (" or None" if optional else ""))
         if isinstance(self.check, bool):
-            self._set("check", "first-batch" if self.check else "off")
+            self._set("check", "audit" if self.check else "off")
         if isinstance(self.loss_reduction, str):
             self._set("loss_reduction", _ALIASES.get(self.loss_reduction, self.loss_reduction))
         for name, choices in _CHOICES.items():

@@ -25,6 +25,7 @@ class Agreement:
         lost_targets: targets that the roll has taken, see `RowTable`.
         first: 1 where rows weigh more or less in the loss according to whether it takes labels on first tokens.
         changed: 1 where models have become others, so that what was found out of the step does not count any more.
+        audit: 1 where gradients of this batch should be compared before it is trained on.
     """
 
     error: int = 0
@@ -35,6 +36,7 @@ class Agreement:
     lost_targets: int = 0
     first: int = 0
     changed: int = 0
+    audit: int = 0
 
     def encode(self) -> list[int]:
         """As it goes over the wire."""
@@ -103,3 +105,8 @@ class Agreed:
     def changed(self) -> bool:
         """Whether any rank says so."""
         return bool(self._of("changed").any())
+
+    @property
+    def audit(self) -> bool:
+        """Whether any rank says so."""
+        return bool(self._of("audit").any())

@@ -5,7 +5,7 @@ All that can fail happens in `MicroBatcher.prepare`, before the first forward pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from lightning_padmin.microbatching.reading import Reader
 from lightning_padmin.microbatching.timing import LaunchMeter
 from lightning_padmin.planning import PlanSpec
 from lightning_padmin.runtime import Notices
+
+Asks = Callable[[Mapping[str, Any], Schema, RowTable], bool]
 
 
 class _Wish(NamedTuple):
@@ -51,12 +53,15 @@ class MicroBatcher:
         asks_of_step: whether rows may be packed also depends on the step, which is looked at anew for other models.
         packs_inside: whole batches are only read here; what is packed are the calls of models inside.
         subtracts_lost: labels on first tokens behind padding are subtracted from what the loss is divided by.
+        wants_audit: told the entries, schema and row table of each batch before ranks agree: whether its gradients
+            should be compared.
         other_masks: what to do with masks of other sequences, in the adapter's words; None: nothing is trimmed by
             this one, so that they need not fit.
 
     Attributes:
         has_changed: whether, on some rank, models had become others when the last batch was planned, so that the step
             must be looked at again; where that is not known yet (`may_pack`), nothing is packed until then.
+        audits: whether, on some rank, gradients of the batch that was read last should be compared.
         shows_first: whether in the batch that was read last, on some rank, rows weigh more or less in the loss
             according to whether it takes labels on first tokens.
 
@@ -77,6 +82,7 @@ class MicroBatcher:
         asks_of_step: bool = False,
         packs_inside: bool = False,
         subtracts_lost: bool = False,
+        wants_audit: Asks | None = None,
         other_masks: str | None = "",
     ) -> None:
         self._config = config = as_config(config)
@@ -93,8 +99,8 @@ class MicroBatcher:
         self._packing = None if gate is None else Packing(gate, config.layout == "pack", packs_inside, asks_of_step)
         self._padded = Padded() if config.shape_buckets is None else Bucketed(config.shape_buckets)
         self._meter = LaunchMeter() if config.launch_cost == "measured" else None
-        self._growth, self._subtracts_lost = Growth(), subtracts_lost
-        self.shows_first = self.has_changed = False
+        self._growth, self._subtracts_lost, self._wants_audit = Growth(), subtracts_lost, wants_audit
+        self.shows_first = self.has_changed = self.audits = False
         self._once = Notices()
 
     @property
@@ -160,13 +166,13 @@ class MicroBatcher:
         error: Exception | None = None
         try:
             planned = self._plan(*self._read(get(), wish.names), wish)
+            said = self._says(planned)
         except Exception as caught:  # whatever it is, the other ranks must hear of it before this one raises
-            error = caught
-        said = Agreement(error=code_of(error)) if planned is None else self._says(planned)
+            error, said = caught, Agreement(error=code_of(caught))
         agreed = Agreed.decode(self._exchange(said.encode()))
         raise_together(error, agreed.errors)
         assert planned is not None
-        self.shows_first, self.has_changed = agreed.first, agreed.changed
+        self.shows_first, self.has_changed, self.audits = agreed.first, agreed.changed, agreed.audit
         grows = self._growth.with_batch(agreed.largest)
         if self._meter is not None:
             self._meter.begin()
@@ -174,7 +180,11 @@ class MicroBatcher:
 
     def _says(self, planned: PlannedBatch) -> Agreement:
         changed = self._packing is not None and self._packing.have_changed()
-        return planned.says(self._has_first(planned.table), int(changed))
+        asked = self._asks(planned.batch, planned.schema, planned.table)
+        return planned.says(self._has_first(planned.table), int(changed), asked)
+
+    def _asks(self, batch: FlatBatch, schema: Schema, table: RowTable) -> int:
+        return 0 if self._wants_audit is None else int(self._wants_audit(batch.leaves, schema, table))
 
     def _read(self, batch: Any, names: BatchSpec | None = None) -> tuple[FlatBatch, Schema, RowTable]:
         return self._reader.read(batch, names or self._names)
@@ -227,16 +237,18 @@ class MicroBatcher:
         """`read_together` of what `make` returns, with that; what it raises, all ranks hear of."""
         local: tuple[FlatBatch, Schema, RowTable] | None = None
         error: Exception | None = None
+        said = [0, 0]
         try:
             local = self._read(make())
             if self._packing is not None:
                 self._packing.look(*local)
+            said = [self._has_first(local[2]), self._asks(*local)]
         except Exception as caught:
             error = caught
-        agreed = self._exchange([code_of(error), 0 if local is None else self._has_first(local[2])])
+        agreed = self._exchange([code_of(error), *said])
         raise_together(error, agreed[:, 0])
         assert local is not None
-        self.shows_first = bool(agreed[:, 1].any())
+        self.shows_first, self.audits = bool(agreed[:, 1].any()), bool(agreed[:, 2].any())
         return local[0].whole, *local[1:]
 
     def read(self, batch: Any) -> tuple[Schema, RowTable]:

@@ -37,7 +37,7 @@ class PlannedBatch:
     spec: PlanSpec
     plan: Plan
 
-    def says(self, first: int, changed: int = 0) -> Agreement:
+    def says(self, first: int, changed: int = 0, audit: int = 0) -> Agreement:
         """What other ranks are told, see `Agreement`."""
         return Agreement(
             micro_batches=len(self.plan),
@@ -47,6 +47,7 @@ class PlannedBatch:
             lost_targets=self.table.lost_targets,
             first=first,
             changed=changed,
+            audit=audit,
         )
 
     def mapped(

@@ -9,13 +9,16 @@ change.
     probe           which rows and what padding it runs on
     sketch          gradients compared without a copy of them
     compare         how far apart is the same
-    explain         findings in words
+    column_check    numbers of columns that nobody has declared
+    explain         what a check tries, and what it may find
+    words           findings as sentences
     leak            whether a model keeps packed rows apart, and who may pack
     made_with       what a proof of packs was made with
     pack_check      the check of the step on packs
     one_loss        a trainer's own step, watched
     facets          what a batch shows, so that a proof holds for no more than that
     ledger          what was shown to checks, and when the next one is due
+    fingerprint     what kind of loss a batch had, told from its autograd graph
     equivalence     `verify_equivalence`, for the command line and for tests
 """
 
@@ -23,6 +26,7 @@ from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.verification.compare import Tolerance, dtypes_of, relative_difference
 from lightning_padmin.verification.equivalence import Report, verify_equivalence
 from lightning_padmin.verification.facets import batch_facets, model_facets, row_facets
+from lightning_padmin.verification.fingerprint import Fact, Fingerprint, fingerprint, what_changed
 from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
 from lightning_padmin.verification.ledger import Ledger
@@ -39,6 +43,8 @@ from lightning_padmin.verification.sketch import (
 
 __all__ = [
     "Advice",
+    "Fact",
+    "Fingerprint",
     "Ledger",
     "OneLoss",
     "OnlyBackwardError",
@@ -53,6 +59,7 @@ __all__ = [
     "difference",
     "difference_over_ranks",
     "dtypes_of",
+    "fingerprint",
     "gate_of",
     "model_facets",
     "needs_rows",
@@ -66,4 +73,5 @@ __all__ = [
     "sketched_shards",
     "step_of",
     "verify_equivalence",
+    "what_changed",
 ]

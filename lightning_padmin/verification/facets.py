@@ -41,7 +41,6 @@ def row_facets(leaves: Mapping[str, Any], schema: Schema, table: RowTable) -> di
     found = {
         "left padding": (table.start > 0).any(axis=1),
         "padding behind rows": padded,
-        "rows without padding": ~padded & (table.start == 0).all(axis=1),
     }
     if table.counts_loss:
         found["rows without loss"] = table.loss_tokens == 0
@@ -52,18 +51,17 @@ def row_facets(leaves: Mapping[str, Any], schema: Schema, table: RowTable) -> di
     for path, values in _values(leaves, schema).items():
         found |= _of_values(path, values)
     found |= _of_tokens(leaves, schema)
-    return {name: rows for name, rows in found.items() if rows.any()}
+    return {name: np.asarray(rows) for name, rows in found.items() if rows.any()}
 
 
-def batch_facets(leaves: Mapping[str, Any], schema: Schema, groups: Sequence[Sequence[int]] = ()) -> set[str]:
+def batch_facets(leaves: Mapping[str, Any], schema: Schema) -> set[str]:
     """What a batch shows beside its rows.
 
     Args:
         leaves: its entries, by path.
         schema: its schema.
-        groups: the rows of each of its micro-batches; none where it stays whole.
     """
-    found = {"several micro-batches"} if len(groups) > 1 else set()
+    found = set()
     for path, field in schema.fields.items():
         leaf = leaves.get(path)
         if isinstance(leaf, Tensor):

@@ -8,7 +8,6 @@ weights would have matched is found out without another pass.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -20,21 +19,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightning_padmin.architectures import has_experts
-from lightning_padmin.batch import AXES, Field, RowTable, Schema, map_leaves
+from lightning_padmin.batch import AXES, RowTable, Schema, map_leaves
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, as_floats, as_integer, exchange_alone, together
 from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.microbatching import PackStyle
+from lightning_padmin.verification.column_check import ColumnCheck
 from lightning_padmin.verification.compare import Tolerance, dtypes_of
 from lightning_padmin.verification.explain import (
     Advice,
     Status,
-    as_options,
-    as_schema,
     declarations,
-    declared_options,
     group_weights,
-    listed,
     measured,
 )
 from lightning_padmin.verification.passes import LocalPasses, LossFunction, Passes, ShardedPasses
@@ -43,7 +39,6 @@ from lightning_padmin.verification.probe import (
     first_label_groups,
     make_probe,
     masked_tokens_vary,
-    maybe_columns,
     one_row,
     padded_row,
     probe_sizes,
@@ -51,11 +46,10 @@ from lightning_padmin.verification.probe import (
     whole_probe,
 )
 from lightning_padmin.verification.sketch import Sketches, best_weights, combine
+from lightning_padmin.verification.words import Said, words_of
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
-# Entries that may hold columns: looked at, as bits of an int64, and tried one by one.
-_MOST_ENTRIES, _MOST_SINGLES = 48, 6
 
 
 @dataclass(frozen=True)
@@ -80,6 +74,7 @@ class Outcome:
         words: the finding as a sentence.
         tells_first: whether a loss that takes labels on first tokens, or does not, against the declaration would
             have been found.
+        rows: which of the batch it has looked at; none: all.
     """
 
     difference: float
@@ -88,6 +83,7 @@ class Outcome:
     notable: bool
     words: str
     tells_first: bool = False
+    rows: tuple[int, ...] = ()
 
 
 def check_gradients(
@@ -227,7 +223,7 @@ class _Check:
         self._is_bent = False  # whether it makes a difference that weights go backward with the loss
         self.alone: Callable[[], AbstractContextManager[Any]] | None = None
         self.advice = Advice()
-        self._alternatives: list[tuple[str, Field]] = []
+        self._columns = ColumnCheck(passes, batch, schema, table, exchange)
         self._knows_rows = False  # whether rows were compared with themselves alone
 
     def outcome(self) -> Outcome:
@@ -235,9 +231,11 @@ class _Check:
         weights = [] if self._is_joint else group_weights(self._table, self._probe.groups, self._config.loss_reduction)
         came = self._together(passes.came)
         self._limit = Tolerance(self._limit).if_half(self._any(passes.saw_half)).limit
-        of_columns = self._of_columns(came)
+        of_columns = None if self._is_joint or self.is_packed else self._columns(came, self._limit)
         if self._any(of_columns is not None):
-            return self._agree(self._if_it_repeats(of_columns or _Verdict(Status.EXACT, 0, 0.0, ""), came))
+            judged = _Verdict(Status.EXACT, 0, 0.0, "")
+            judged = judged if of_columns is None else _Verdict(Status.COLUMNS, *of_columns)
+            return self._agree(self._if_it_repeats(judged, came))
         found = self._together(lambda: passes.split(weights))
         size = passes.largest(came)
         value, parameter = passes.difference(found, came, self._limit)
@@ -280,7 +278,7 @@ class _Check:
         """What the roll changed: numbers of columns, labels on first tokens, or rows that are now as they are alone."""
         if self.subtracts_lost and self._any(judged.status is Status.ROLLED and not self._table.shift):
             judged = self._of_lost_labels(judged, whole)
-        if judged.status is Status.ROLLED and self._alternatives:
+        if judged.status is Status.ROLLED and self._columns.alternatives:
             judged = replace(judged, status=Status.COLUMNS)
         if not self._any(judged.status is Status.ROLLED):
             return judged
@@ -349,77 +347,9 @@ class _Check:
         assert self.alone is not None
         return self._passes.through(self.alone)
 
-    def _of_columns(self, came: Sketches) -> _Verdict | None:
-        """A refusal where numbers of columns that nobody has declared explain what the roll changes; None elsewhere.
-
-        Looked at first: rolled without them, a step may fail, or have no loss at all.
-        """
-        if self._is_joint or self.is_packed:
-            return None
-        self._alternatives = alternatives = self._agreed_alternatives()
-        if not alternatives:  # on no rank, since they are agreed
-            return None
-        plain = self._attempt(self._schema)
-        value, where = self._apart(plain, came)
-        moves = not value <= self._limit and 0 < self._passes.largest(came) < np.inf
-        if not self._any(moves):
-            return None
-        sets = [[k] for k in range(len(alternatives))] if len(alternatives) <= _MOST_SINGLES else []
-        sets += [list(range(len(alternatives)))] if len(alternatives) != 1 else []
-        matching = 0
-        for chosen in sets:
-            fields = dict(self._schema.fields) | dict(alternatives[k] for k in chosen)
-            found = self._attempt(replace(self._schema, fields=fields))
-            if self._apart(found, came)[0] <= self._limit and not (matching and len(chosen) > 1):
-                matching |= sum(1 << k for k in chosen)
-            same = self._apart(found, came if plain is None else plain)[0] <= self._limit and plain is not None
-            if len(chosen) == len(alternatives) and not self._any(not same):
-                self._alternatives = []  # nothing that is trained reads them
-        if moves and (matching or not np.isfinite(value)):
-            return _Verdict(Status.COLUMNS, matching, value, where)
-        return None
-
-    def _attempt(self, schema: Schema) -> Sketches | None:
-        """Un-split gradients, rolled, read by a schema that may be wrong; None where the step fails."""
-        try:
-            return self._reading(self._batch, schema)
-        except Exception:
-            return None
-
-    def _apart(self, found: Sketches | None, came: Sketches) -> tuple[float, str]:
-        failed = self._any(found is None)
-        if found is None or (failed and isinstance(self._passes, ShardedPasses)):
-            return np.inf, ""
-        return self._passes.difference(found, came, self._limit)
-
-    def _reading(self, batch: Any, schema: Schema, came: bool = False) -> Sketches:
-        """Un-split gradients of another batch, or of this one read by another schema; rolled, or as it came."""
-        self._passes.read_as(batch, schema)
-        try:
-            return self._passes.came() if came else self._passes.whole()
-        finally:
-            self._passes.read_as(self._batch, self._schema)
-
-    def _agreed_alternatives(self) -> list[tuple[str, Field]]:
-        """Entries that nobody declared, each as what it may be in place of what it was taken for; as on all ranks."""
-        entries = maybe_columns(self._batch, self._schema, self._table)[:_MOST_ENTRIES]
-        options = [
-            (path, Field("row", field.row_dim) if field.kind == "column" else replace(field, kind="column"))
-            for path, field, _ in entries
-        ]
-        fits = [each is not False for _, _, each in entries]
-        moves = [each is True for _, _, each in entries]
-        digest = zlib.crc32("\n".join(f"{path} {field.axis}" for path, field in options).encode())
-        bits = [sum(1 << k for k, flag in enumerate(flags) if flag) for flags in (fits, moves)]
-        agreed = self._exchange([digest, *bits])
-        if (agreed[:, 0] != agreed[0, 0]).any():
-            return []
-        both = int(np.bitwise_and.reduce(agreed[:, 1])) & int(np.bitwise_or.reduce(agreed[:, 2]))
-        return [option for k, option in enumerate(options) if both >> k & 1]
-
     def _of_lost_labels(self, judged: _Verdict, whole: Sketches) -> _Verdict:
         """Whether labels on first tokens are what the roll took, though the declaration says that none is lost."""
-        without = self._together(lambda: self._reading(self._without_first_labels(), self._schema, came=True))
+        without = self._together(lambda: self._passes.reading(self._without_first_labels(), self._schema, came=True))
         lost = bool(self._table.behind[self._probe.rows].any())
         same = self._passes.difference(without, whole, self._limit)[0] <= self._limit
         if judged.status is Status.ROLLED and lost and same:
@@ -584,6 +514,22 @@ class _Check:
         shares = np.ones(len(table)) if reduction == "sum" else table.weight / table.weight.sum()
         return group_weights(table, groups, reduction), shares
 
+    @property
+    def _said(self) -> Said:
+        return Said(
+            rows=len(self._probe.rows),
+            limit=self._limit,
+            schema=self._schema,
+            config=self._config,
+            advice=self.advice,
+            shift=self._table.shift,
+            is_joint=self._is_joint,
+            is_packed=self.is_packed,
+            loses_targets=bool(self._table.lost_targets),
+            knows_rows=self._knows_rows,
+            alternatives=self._columns.alternatives,
+        )
+
     def _agree(self, judged: _Verdict) -> Outcome:
         names = [name for name, p in self._module.named_parameters() if p.requires_grad]
         bits = as_integer(judged.difference)
@@ -597,7 +543,7 @@ class _Check:
         status = Status(int(table[worst, 0]))
         value = float(as_floats(table[:, 2])[worst])
         place = int(table[worst, 3])
-        words = self._words(status, int(table[worst, 1]), value, names[place] if place < len(names) else "")
+        words = words_of(status, int(table[worst, 1]), value, names[place] if place < len(names) else "", self._said)
         if status >= Status.PROMPTS:
             rank = f" (rank {worst})" if len(table) > 1 else ""
             raise GradientCheckError(f"first-batch check{rank}: {words}")
@@ -605,94 +551,8 @@ class _Check:
         untellable = status in (Status.RANDOM, Status.ROUTING)
         final = untellable or (told and bool(table[:, 4].any()))
         tells_first = told and bool(table[:, 5].any())
-        return Outcome(value, told, final, untellable or status is Status.ROLLED, words, tells_first)
-
-    def _words(self, status: Status, matching: int, value: float, parameter: str) -> str:
-        n, way = len(self._probe.rows), "split" if not self._is_joint else "joint"
-        differs = (
-            f"{way} gradients of {n} rows differ from the un-split ones: relative difference {value:.2g} (limit "
-            f"{self._limit:.0e}), most in {parameter!r}. "
-        )
-        if self.is_packed:
-            differs += (
-                "Rows were packed (layout='pack'): the step must hand batch['position_ids'] and use_cache=False on to "
-                "the model, as model(**batch) does, and must not need the mask, which is None. "
-            )
-        if status is Status.EXACT:
-            return f"{way} gradients of {n} rows are the un-split ones (relative difference {value:.1e})"
-        if status is Status.ROLLED:
-            lost = "labels on first tokens of left-padded rows are gone, or " if self._table.lost_targets else ""
-            known = ". Rolled, each row is trained as it is without padding" if self._knows_rows else ""
-            return (
-                f"rolling left padding changes gradients (relative difference {value:.2g}): {lost}this model reads "
-                f"padding, or counts positions by column{known}"
-            )
-        if status is Status.RANDOM:
-            return (
-                f"{differs}The training step draws random numbers outside of dropout, so whether the split is exact "
-                "cannot be told: make sure of it with a deterministic step, or set check='off'"
-            )
-        if status is Status.ROUTING:
-            return (
-                f"{differs}In half precision that can be tokens which rounding sends to other experts. Whether the "
-                "split is exact cannot be told: run the first steps in float32 once"
-            )
-        if status is Status.NO_GRADIENT:
-            return f"gradients of {n} rows are zero or not finite un-split, so there is nothing to compare with"
-        if status is Status.PROMPTS:
-            return (
-                f"{differs}The roll makes the difference, and slots that {self._schema.mask!r} leaves out hold "
-                "different tokens: it seems to leave out prompts, not padding. Give a mask of all real tokens "
-                f"(mask_key), and keep what carries loss in {self._config.labels_key!r} or loss_mask_key"
-            )
-        if status is Status.COLUMNS:
-            chosen = [option for k, option in enumerate(self._alternatives) if not matching or matching >> k & 1]
-            if matching:
-                return (
-                    f"{differs}The roll makes the difference, and it is gone if {listed(chosen)}: declare "
-                    f"{as_schema(chosen)}"
-                )
-            return (
-                f"{differs}The roll makes the difference, and whether numbers of columns have a part in it cannot be "
-                f"told: they may be in {', '.join(repr(path) for path, _ in chosen)}. Declare each in batch_schema: "
-                "'column' if its values are columns of the padded batch, else 'row'"
-            )
-        if status is Status.PADDING:
-            return (
-                f"{differs}A row with padding behind it is trained otherwise than without: the model or the loss reads "
-                "padding (a normalisation or a mean over all columns, a backward recurrence without packed sequences, "
-                "a mask that is not passed on). Have it leave out padding by the mask"
-                + (
-                    f", or {self.advice.off}"
-                    if self._is_joint
-                    else f". If the loss alone reads it: {self.advice.coupled}"
-                )
-            )
-        if status is Status.DECLARATION:
-            candidates = enumerate(declarations(self._config, self._schema))
-            choices = " or ".join(as_options(changes) for index, changes in candidates if matching >> index & 1)
-            told = "" if " or " not in choices else " (these rows do not tell which)"
-            return f"{differs}{self._declared} is not what the training step does: set {choices}{told}"
-        if status is Status.WEIGHTS:
-            return (
-                f"{differs}The loss weighs rows in another way than {self._declared} says. If the batch tells "
-                "their weights, give loss_reduction=function of the batch that returns them, (rows,), or a "
-                "loss_mask_key. If the model's outputs do (a softmax over rows), the loss couples rows. "
-                f"{self.advice.coupled}"
-            )
-        couples = f"{differs}No weights of the micro-batches would match: the loss or the model couples rows "
-        if self._is_joint:
-            return f"{couples}inside of the model, or returns what cannot be chunked: {self.advice.off}"
-        return (
-            f"{couples}(in-batch negatives, a quantile over the batch, a balance loss of experts, two terms that are "
-            f"reduced in different ways). {self.advice.coupled}"
-        )
-
-    @property
-    def _declared(self) -> str:
-        if self.advice.reduction is None:
-            return declared_options(self._config)
-        return f"{self.advice.reduction} with label_shift={self._table.shift}"
+        rows = tuple(map(int, self._probe.rows))
+        return Outcome(value, told, final, untellable or status is Status.ROLLED, words, tells_first, rows)
 
 
 __all__ = ["Advice", "Outcome", "check_gradients"]

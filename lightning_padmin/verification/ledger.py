@@ -15,6 +15,7 @@ from lightning_padmin.errors import PadMinError
 FIRST_STEPS = (1, 3, 10, 30, 100)
 MOST_FACETS = 64
 _MOST_TRIES = 8  # batches on which a facet is looked for in vain
+_WITHOUT_GRADIENT = 0.08  # of a try: gradients may come yet
 _MOST_KEPT = 64  # audits that the record names; the others are counted
 
 
@@ -51,14 +52,17 @@ class Ledger:
         self.every, self.step, self.audits, self.worst, self.last = every, 0, 0, 0.0, 0
         self.record: list[Audit] = []
         self._seen: dict[str, int] = {}
-        self._tries: dict[str, int] = {}
+        self._tries: dict[str, float] = {}
         self._new: frozenset[str] = frozenset()
+        self._pending: frozenset[str] = frozenset()
         self._is_due = False
 
     def begin_step(self) -> None:
         """Another batch comes."""
         self.step += 1
         self._new = frozenset()
+        self.show(self._pending)
+        self._pending = frozenset()
         step = self.step
         late = step > FIRST_STEPS[-1] and self.every > 0 and (step - FIRST_STEPS[-1]) % self.every == 0
         self._is_due = step in FIRST_STEPS or late
@@ -68,6 +72,10 @@ class Ledger:
         room = MOST_FACETS - len(self._seen)
         new = [each for each in facets if each not in self._seen and self._tries.get(each, 0) < _MOST_TRIES]
         self._new |= frozenset(sorted(new)[: max(room, 0)])
+
+    def expect(self, facets: Iterable[str]) -> None:
+        """What a step has shown behind its forward passes, too late to look at it: the next one is checked."""
+        self._pending |= frozenset(facets)
 
     @property
     def new(self) -> frozenset[str]:
@@ -99,10 +107,10 @@ class Ledger:
         self.record.append(Audit(self.step, difference, tuple(shown)))
         self.could_not_tell()
 
-    def could_not_tell(self) -> None:
+    def could_not_tell(self, *, for_want_of_gradients: bool = False) -> None:
         """A check of this batch could not tell; what it shows is looked for on some more batches."""
         for facet in self._new - set(self._seen):
-            self._tries[facet] = self._tries.get(facet, 0) + 1
+            self._tries[facet] = self._tries.get(facet, 0) + (_WITHOUT_GRADIENT if for_want_of_gradients else 1)
         self._new, self._is_due = frozenset(), False
 
     @property

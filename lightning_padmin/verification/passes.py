@@ -78,6 +78,15 @@ class Passes(ABC):
         """Further passes are of this batch, read by this schema."""
         self._batch, self._schema = batch, schema
 
+    def reading(self, batch: Any, schema: Schema, came: bool = False) -> Sketches:
+        """Un-split, of another batch, or of this one read by another schema; rolled, or as it came."""
+        before = self._batch, self._schema
+        self.read_as(batch, schema)
+        try:
+            return self.came() if came else self.whole()
+        finally:
+            self.read_as(*before)
+
     @abstractmethod
     def split(self, weights: Sequence[float]) -> Sketches:
         """The weighted sum of the two groups; joint: un-split, with the model running in chunks."""

@@ -26,6 +26,7 @@ BAD: dict[str, list[Any]] = {
     "mode": ["single", None, 1, ["split"]],
     "layout": ["packed", None, True, ["pack"]],
     "check": [1, "on", None, "first batch"],
+    "audit_every": [-1, 0.5, None, "100", True],
     "token_budget": [0, -5, 2.0, "8192", True, [8]],
     "loss_reduction": ["mean", None, 1, ["sum"], np.zeros(3), torch.zeros(3)],
     "normalize": ["world", None, np.array(["rank", "global"])],
@@ -47,13 +48,14 @@ BAD: dict[str, list[Any]] = {
     "log_prefix": [None, 0],
     "log_reduce": [None, "sum", ["sum"], {"x": "average"}, {"x": None}, {1: "sum"}],
 }
-_BARE = {False: "off", True: "first-batch"}  # what YAML makes of a bare off and on
+_BARE = {False: "off", True: "audit"}  # what YAML makes of a bare off and on
 GOOD: dict[str, list[Any]] = {
     "enabled": [False],
     "cost_multiple_of": [1, 256, None],
     "mode": ["split", "joint", "replay", "auto"],
     "layout": ["pad", "pack", "auto"],
-    "check": ["off", "first-batch", False, True],
+    "check": ["off", "first-batch", "audit", False, True],
+    "audit_every": [0, 100],
     "token_budget": [1, None, np.int64(512), 2**40],
     "loss_reduction": ["row-mean", "sum", len],
     "normalize": ["global"],
