@@ -16,8 +16,6 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
     backward     what a function would do to parts of gradients
 """
 
-from lightning_padmin.verification.fingerprint import Fingerprint, fingerprint
-
 from lightning_padmin.architectures import refuse_batch_statistics, refuse_noise_of
 from lightning_padmin.integrations.common.backward import acts_on_gradients, reenters
 from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
@@ -41,7 +39,8 @@ from lightning_padmin.integrations.common.training import Read, Training
 from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
 from lightning_padmin.integrations.common.versions import check_hooks, release, what_changed
 from lightning_padmin.runtime import RandomState, replaced
-from lightning_padmin.verification import Advice, Ledger, OneLoss, Outcome, needs_rows
+from lightning_padmin.verification import Advice, Fingerprint, Ledger, OneLoss, Outcome, fingerprint, needs_rows
+from lightning_padmin.verification import what_changed as new_in_loss
 
 __all__ = [
     "MOST_BATCHES",
@@ -78,6 +77,7 @@ __all__ = [
     "has_step_in_front",
     "look_for_whole_steps",
     "needs_rows",
+    "new_in_loss",
     "own_step",
     "reenters",
     "refuse_batch_statistics",

@@ -2,74 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_padmin.integrations.common import MOST_BATCHES, Fingerprint, Ledger, RandomState, Topology, fingerprint
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.integrations.common import (
+    MOST_BATCHES,
+    Fingerprint,
+    Ledger,
+    RandomState,
+    fingerprint,
+    new_in_loss,
+)
 from lightning_padmin.integrations.trl import hooks as trl_stock
 from lightning_padmin.integrations.trl.facets import OF_PADDING
-
-_LOSS = "the loss has operations or factors like no loss before"
 
 
 class Audits:
     """Whether the window that is about to run is to be looked at, the same on all ranks.
 
     Args:
-        check: the option: `"off"`, `"first-batch"` (until a look could tell) or `"audit"`.
-        topology: of the processes.
+        config: the options.
 
     Attributes:
         ledger: what looks that passed have seen.
+        wish: whether this rank wants a look at the batch that is being prepared; other ranks hear of it.
         loss_is_open: no look has told yet whether the loss separates; the same on all ranks.
         model_is_open: the same of the model and padding.
     """
 
-    def __init__(self, check: str, topology: Topology) -> None:
-        self._check, self._topology = check, topology
+    def __init__(self, config: PadMinConfig) -> None:
+        self._check, self._every = config.check, config.audit_every
         self.begin()
 
     def begin(self) -> None:
         """A training begins: with another loss, perhaps."""
-        self.ledger = Ledger()
+        self.ledger, self.wish = Ledger(self._every), False
         self.loss_is_open = self.model_is_open = self._check != "off"
         self._shown: set[str] = set()
-        self._late: dict[str, int] = {}
-        self._words: dict[str, str] = {}
+        self._prints: dict[str, Fingerprint] = {}
+        self._last: Fingerprint | None = None  # of a loss that a look has seen
         self._windows = 0
-        self.news = ""
+        self._news: list[str] = []
 
     @property
     def stands(self) -> bool:
         """Whether later windows are looked at, too."""
         return self._check == "audit"
 
-    def are_due(self, facets: Callable[[], set[str]]) -> bool:
-        """Whether to look at the window that is about to run; to be called once for each, on every rank.
+    def show(self, facets: Callable[[], set[str]]) -> None:
+        """What the window that is about to run shows; to be called once for each, before ranks agree on its plan.
 
         Args:
-            facets: what it shows.
+            facets: finds it out.
         """
-        if self._check == "off":
-            return False
         self._windows += 1
-        if not self.stands:
-            return self.loss_is_open or (self.model_is_open and self._windows <= MOST_BATCHES)
-        ledger = self.ledger
-        ledger.begin_step()
-        self._shown = facets()
-        ledger.show(self._shown | set(self._late))
-        self.news = "; ".join(self._words.get(each, each) for each in sorted(ledger.new))
-        return self._agreed(ledger.wants or self.loss_is_open)
+        if self.stands:
+            self.ledger.begin_step()
+            self._shown = facets()
+            self.ledger.show(self._shown)
+            self._news = sorted(self.ledger.new)
+            self.wish = self.ledger.wants or self.loss_is_open
 
-    def _agreed(self, wish: bool) -> bool:
-        """Whether any rank wants a look."""
-        return bool(self._topology.exchange([int(wish)]).any())
+    def are_due(self, any_wish: bool) -> bool:
+        """Whether to look at it, now that ranks have agreed.
 
-    def passed(self, difference: float, keys: Iterable[str], *, loss: bool, model: bool) -> None:
+        Args:
+            any_wish: whether any rank wants that.
+        """
+        self.wish = False
+        if self.stands:
+            return any_wish
+        return self.loss_is_open or (self.model_is_open and self._windows <= MOST_BATCHES)
+
+    def passed(self, difference: float, keys: Sequence[str], *, loss: bool, model: bool) -> None:
         """A look has found nothing.
 
         Args:
@@ -81,37 +90,43 @@ class Audits:
         if not self.stands:
             return
         if not loss and not model:
-            self.ledger.could_not_tell()
+            self.ledger.could_not_tell(for_want_of_gradients=True)
             return
         seen = self._shown | set(keys)
-        seen = seen - OF_PADDING if not model else seen if loss else seen & OF_PADDING
-        self.ledger.passed(difference, seen)
-        self._late = {key: window for key, window in self._late.items() if not self.ledger.has_seen(key)}
+        self.ledger.passed(difference, seen - OF_PADDING if not model else seen if loss else seen & OF_PADDING)
+        self._last = next((self._prints[key] for key in keys), self._last)
 
     def since(self) -> str:
         """What was new, and since when nobody has looked, as the end of a sentence; empty in a training's first."""
         if not self.stands or self._windows == 1:
             return ""
-        news = f" It came with: {self.news}." if self.news else ""
+        words = [self._words(each) for each in self._news]
+        news = f"New in this window: {', '.join(words[:4])}{', ...' if len(words) > 4 else ''}. " if words else ""
         last = self.ledger.last
         between = self._windows - 1 - last
         told = f"the last look that passed was at window {last}" if last else "no look has passed before"
-        gone = f", and {between} windows since have been trained on and are not undone" if between else ""
-        return f"{news} This is window {self._windows}; {told}{gone}"
+        gone = f", and {between} windows since then have been trained on and are not undone" if last and between else ""
+        return f". {news}This is window {self._windows}; {told}{gone}"
 
     # What the loss shows.
 
     def key_of(self, loss: Tensor) -> str:
         """The facet that the graph of a loss is."""
-        print_: Fingerprint = fingerprint(loss)
-        key = f"loss {print_.key}"
-        self._words.setdefault(key, _LOSS)
+        found = fingerprint(loss)
+        key = f"loss {found.key}"
+        self._prints.setdefault(key, found)
         return key
+
+    def _words(self, facet: str) -> str:
+        found = self._prints.get(facet)
+        if found is None:
+            return facet
+        return "a loss" if self._last is None else f"a loss with {new_in_loss(self._last, found) or 'other operations'}"
 
     def heard(self, key: str) -> None:
         """What a window's loss has shown while the window ran: the next one is looked at if it is new."""
         if self.stands and not self.ledger.has_seen(key):
-            self._late.setdefault(key, self._windows)
+            self.ledger.expect([key])
 
 
 def keys_of_losses(

@@ -7,8 +7,7 @@ positions by column, and is gone here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 
@@ -95,10 +94,14 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class _Probe:
-    """One or two rows, and the most slots of one of them."""
+    """One or two rows, the shortest first, and how wide that is with padding behind it."""
 
     rows: Ints
     width: int
+
+
+def _of(status: Status, apart: tuple[float, str] = (0.0, "")) -> Found:
+    return Found(status, status, *apart)
 
 
 class ModelCheck:
@@ -132,7 +135,7 @@ class ModelCheck:
         """Runs the passes, equally many on every rank, and puts back what they wrote."""
         probe = self._agreed_probe()
         if probe is None:
-            return Found(Status.CANNOT_TELL, Status.CANNOT_TELL)
+            return _of(Status.CANNOT_TELL)
         try:
             return self._found(probe)
         finally:
@@ -140,41 +143,34 @@ class ModelCheck:
 
     def _found(self, probe: _Probe) -> Found:
         passes, table = self._passes, self._batches.table
+        first = probe.rows[:1]
         alone = [self._seen(pad_layout(table, [row])) for row in probe.rows]
-        wanted = alone[0] if len(alone) == 1 else added(*alone)
-        behind = self._seen(pad_layout(table, probe.rows, least_widths=[probe.width]))
+        single = self._seen(pad_layout(table, first, least_widths=[probe.width]))
+        pair = self._seen(pad_layout(table, probe.rows)) if len(alone) > 1 else None
         padded = int(np.argmax(table.start[probe.rows, 0] > 0))
         came = self._seen(self._as_it_came(probe, padded), came=True)
-        value, where = passes.apart(behind, wanted)
-        rolled, of_rolled = passes.apart(came, alone[padded])
-        if passes.drew or not np.isfinite(passes.apart(wanted, wanted)[0]):
-            own = Found(Status.CANNOT_TELL, Status.CANNOT_TELL)
-        elif not value <= passes.tolerance.limit:
-            own = Found(Status.PADDING, Status.PADDING, value, where)
-        elif not rolled <= passes.tolerance.limit and np.isfinite(rolled):
-            own = Found(Status.ROLLED, Status.ROLLED, rolled, of_rolled)
-        else:
-            status = Status.SAME if self._tells(probe) else Status.CANNOT_TELL
-            own = Found(status, status, value)
-        if self._any(own.own == Status.PADDING):
-            own = self._explained(own, probe, alone)
-        status = Status(int(self._exchange([own.own])[:, 0].max()))
-        return Found(status, own.own, own.difference, own.where)
-
-    def _explained(self, own: Found, probe: _Probe, alone: Sequence[Seen]) -> Found:
-        """Whether it is the padding or the other row, and whether it repeats; on all ranks."""
-        table, passes, (first, *_) = self._batches.table, self._passes, probe.rows
-        again = self._seen(pad_layout(table, [first]))
-        single = self._seen(pad_layout(table, [first], least_widths=[probe.width]))
         limit = passes.tolerance.limit
-        if own.own != Status.PADDING:
-            return own
-        if passes.drew or not passes.apart(again, alone[0])[0] <= limit:
-            return Found(Status.CANNOT_TELL, Status.CANNOT_TELL)
-        status = Status.COUPLES if passes.apart(single, alone[0])[0] <= limit else Status.PADDING
-        if passes.may_be_flips(own.difference):
-            status = Status.FLIPS
-        return Found(status, status, own.difference, own.where)
+        by_padding, by_others = passes.apart(single, alone[0]), (0.0, "")
+        if pair is not None:
+            by_others = passes.apart(pair, added(*alone))
+        by_roll = passes.apart(came, alone[padded])
+        if passes.drew or not all(np.isfinite(passes.apart(each, each)[0]) for each in alone):
+            own = _of(Status.CANNOT_TELL)
+        elif not by_padding[0] <= limit:
+            own = _of(Status.PADDING, by_padding)
+        elif not by_others[0] <= limit:
+            own = _of(Status.COUPLES, by_others)
+        elif not by_roll[0] <= limit:
+            own = _of(Status.ROLLED, by_roll)
+        else:
+            own = _of(Status.SAME if self._tells(probe) else Status.CANNOT_TELL, max(by_padding, by_others))
+        if self._any(own.own >= Status.COUPLES):
+            again = self._seen(pad_layout(table, first))  # on all ranks
+            if passes.drew or not passes.apart(again, alone[0])[0] <= limit:
+                own = _of(Status.CANNOT_TELL)
+            elif own.own >= Status.COUPLES and passes.may_be_flips(own.difference):
+                own = _of(Status.FLIPS, (own.difference, own.where))
+        return replace(own, status=Status(int(self._exchange([own.own])[:, 0].max())))
 
     def _any(self, flag: bool) -> bool:
         return bool(self._exchange([int(flag)]).any())
@@ -184,7 +180,7 @@ class ModelCheck:
         table = self._batches.table
         lengths = table.length[:, 0]
         if (lengths < table.widths[0]).any():
-            return bool((lengths[probe.rows] < probe.width).any())
+            return bool(lengths[probe.rows[0]] < probe.width)
         return len(probe.rows) > 1
 
     # Rows, and how they are laid out.
@@ -201,8 +197,7 @@ class ModelCheck:
         if not agreed:
             return None
         chosen = np.array(rows[:agreed], dtype=np.int64)
-        longest = int(length[chosen].max())
-        return _Probe(chosen, max(longest, min(table.widths[0], self._budget // len(chosen))))
+        return _Probe(chosen, max(int(length[chosen[0]]), min(table.widths[0], self._budget)))
 
     def _as_it_came(self, probe: _Probe, which: int) -> SlotMap:
         """One row with padding on both sides, as much of it as the budget allows."""

@@ -107,7 +107,8 @@ class Engine:
         )
         self._training.use_gate(gate, asks_of_step=False)
         self.mode, why = choose_mode(trainer, config.mode)
-        self._audits = Audits(str(config.check), self._topology)
+        self._audits = Audits(config)
+        self._training.ledger = None  # windows are looked at here, and losses of their own
         self._may_read_padding = config.check != "off"
         self._couples = False  # found where one chunk held all rows, so that it made no difference
         self._rest = 0
@@ -115,9 +116,10 @@ class Engine:
         self._as_stock = shards_what_sees(trainer)
         self._given: Given | None = None
         self.reset()
-        for finding in findings.told:
-            if finding.severity == "correct":
-                self._say(f"{finding.where}: {finding.reason}")
+        corrected = [each for each in findings.told if each.severity == "correct"]
+        self._is_corrected = bool(corrected)  # what left padding does to this model is known, and said
+        for finding in corrected:
+            self._say(f"{finding.where}: {finding.reason}")
         if self._as_stock:
             self._say(SHARDS_WHAT_SEES)
         elif why:
@@ -164,12 +166,13 @@ class Engine:
         training = torch.is_grad_enabled()
         no_sync = self._no_sync_of(model) if training else None
         budget = self._budget(rows * input_ids.shape[1])
-        audit = training and self._audits.are_due(lambda: token_facets(attention_mask, logits_to_keep))
+        if training:
+            self._audits.show(lambda: token_facets(attention_mask, logits_to_keep))
         batcher = self._batcher(0)
         batches = self._training.prepare_made(tokens, by=batcher, token_budget=budget, is_whole=is_whole)
         self._look_at_prompts(first_tokens(batches.table, logits_to_keep))
         order = trl_images.in_order(batches.slot_maps, images.get("num_images"))
-        if audit:
+        if training and self._audits.are_due(batcher.audits):
             self._look_at_model(model, batches, logits_to_keep, budget, loss=False)
         guard = self._training.guard(batches, tells=False)
         outputs = score_all(stock, model, batches, logits_to_keep, options, order, guard, no_sync)
@@ -194,7 +197,9 @@ class Engine:
         Passes that only score (0) have one of their own: those that train take more memory.
         """
         if steps not in self._batchers:
-            self._batchers[steps] = self._training.batcher(self._config, encoder_decoder=False)
+            self._batchers[steps] = self._training.batcher(
+                self._config, encoder_decoder=False, wants_audit=lambda *_: self._audits.wish
+            )
         return self._batchers[steps]
 
     def _budget(self, slots: int) -> int:
@@ -317,14 +322,15 @@ class Engine:
         slots = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
         # As it is now: while chunks run, an attribute of the trainer stands in its place.
         loss = partial(self._stock_loss, trainer.compute_loss, num_items_in_batch, model)
-        audit = self._audits.are_due(lambda: self._facets(entries, loss))
-        prepare = partial(self._training.prepare_made, by=self._batcher(len(entries)))
+        self._audits.show(lambda: self._facets(entries, loss))
+        batcher = self._batcher(len(entries))
+        prepare = partial(self._training.prepare_made, by=batcher)
         window = Window(entries, prepare, self._budget(slots))
         self._look_at_prompts(first_tokens(window.batches.table, window.completion))
         guard = self._training.guard(window.batches, last=window.order[-1])
         score = partial(self._score, model, window)
         passes = Passes(trainer, window, score, loss, guard, self._hear if self._audits.stands else None)
-        if audit or (self._couples and len(window.batches) > 1):
+        if self._audits.are_due(batcher.audits) or (self._couples and len(window.batches) > 1):
             self._audit(model, passes, self._budget(slots))
             if self.mode == "joint":
                 return None
@@ -434,7 +440,7 @@ class Engine:
             check = ModelCheck(self._stock_scores, own, batches, completion, budget, passes, self._topology)
             found = check.found()
         found.refuse(audits.since())
-        if found.words:
+        if found.words and not (found.own == Status.ROLLED and self._is_corrected):
             self._say(found.words)
         audits.model_is_open = audits.model_is_open and found.status == Status.CANNOT_TELL
         told = found.own != Status.CANNOT_TELL

@@ -132,9 +132,8 @@ class Passes:
         ends = self.trainer.accelerator.sync_gradients
         losses = []
         for index, entry in enumerate(window.entries):
-            values = entry.buffers if self._listen is None else leaves_of(entry.buffers)
-            with torch.set_grad_enabled(self._listen is not None), self._at(index, ends):
-                loss = self.stock_loss(entry.inputs, values)[0]
+            with torch.enable_grad(), self._at(index, ends):  # with a graph, as stock calls it
+                loss = self.stock_loss(entry.inputs, leaves_of(entry.buffers))[0]
             if self._listen is not None:
                 self._listen(loss)
             losses.append(loss.detach())
