@@ -9,6 +9,7 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
     topology     how processes lie, and so when they meet
     trainers     what Trainers of transformers and of TRL have alike
     two_ways     gradients of one loss in two ways
+    isolated     what a model gives for some rows by themselves
     deepspeed    several backward passes where DeepSpeed's engine expects one
     empty_loss   losses of 0/0 made a zero in the graph
     versions     releases, and private hooks that are not those that were checked
@@ -20,6 +21,7 @@ from lightning_padmin.integrations.common.backward import acts_on_gradients, ree
 from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
 from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined, zero_of_parameters
 from lightning_padmin.integrations.common.first_batch import MOST_BATCHES, FirstBatches
+from lightning_padmin.integrations.common.isolated import Isolated, Seen, added
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.topology import Kind, Topology, ddp_of, has_static_graph
 from lightning_padmin.integrations.common.trainers import (
@@ -37,23 +39,29 @@ from lightning_padmin.integrations.common.training import Read, Training
 from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
 from lightning_padmin.integrations.common.versions import check_hooks, release, what_changed
 from lightning_padmin.runtime import RandomState, replaced
-from lightning_padmin.verification import Advice, OneLoss, Outcome, needs_rows
+from lightning_padmin.verification import Advice, Fingerprint, Ledger, OneLoss, Outcome, fingerprint, needs_rows
+from lightning_padmin.verification import what_changed as new_in_loss
 
 __all__ = [
     "MOST_BATCHES",
     "Advice",
     "Apart",
+    "Fingerprint",
     "FirstBatches",
+    "Isolated",
     "Kind",
+    "Ledger",
     "OneLoss",
     "Outcome",
     "RandomState",
     "Read",
+    "Seen",
     "Session",
     "Topology",
     "Training",
     "accumulation_boundary",
     "acts_on_gradients",
+    "added",
     "apart",
     "apart_on_shards",
     "backward_of_step",
@@ -63,11 +71,13 @@ __all__ = [
     "ddp_of",
     "defined",
     "find_engine",
+    "fingerprint",
     "has_own_step",
     "has_static_graph",
     "has_step_in_front",
     "look_for_whole_steps",
     "needs_rows",
+    "new_in_loss",
     "own_step",
     "reenters",
     "refuse_batch_statistics",

@@ -247,6 +247,11 @@ class Training:
         self.ledger.show(of_batch | rows.keys())
         return self.ledger.wants
 
+    @property
+    def wanted(self) -> frozenset[str]:
+        """What the batch that was read last shows, and no check has seen."""
+        return frozenset() if self.ledger is None else self.ledger.new
+
     def hear(self, loss: object, rows: Iterable[int] = ()) -> None:
         """Notes what kind of loss a pass of training has taken; to be called before it is sent backward.
 
@@ -378,7 +383,11 @@ class Training:
             config: what is declared of it.
             how: see `check_gradients`.
         """
-        known: dict[str, Any] = {"exchange": self.topology.exchange, "is_sharded": self.topology.kind == "sharded"}
+        known: dict[str, Any] = {
+            "exchange": self.topology.exchange,
+            "is_sharded": self.topology.kind == "sharded",
+            "wanted": self.wanted,
+        }
         return check_gradients(loss, *read, config, self.model, **(known | how))
 
     def guard(self, micro_batches: MicroBatches, *, last: int | None = None, tells: bool = True) -> MemoryGuard:

@@ -99,7 +99,7 @@ class FirstBatchCheck:
         """
         if self._batch is not None:
             kwargs, schema, table = self._batch
-            self._training.settle(lambda rows: self._outcome(kwargs, schema, table), is_last=is_last)
+            self._training.settle(lambda rows: self._outcome(kwargs, schema, table, prefer=rows), is_last=is_last)
 
     def _check(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
         batches = self.batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -401,7 +401,11 @@ class Engine:
         """Behind a backward pass: checks the rows that are being trained on, where their loss is of a new kind."""
         batcher = self._pooling if self.pools and num_items is not None else self._batcher
         read = chunks.source, chunks.schema, chunks.table
-        self._training.settle(lambda rows: self._gradients(read, num_items, batcher.config), is_last=is_last)
+
+        def audit(rows: Sequence[int]) -> Outcome | None:
+            return self._gradients(read, num_items, batcher.config, prefer=rows)
+
+        self._training.settle(audit, is_last=is_last)
 
     def _check_means(self, inputs: Any) -> None:
         """Checks the first batch that comes without `num_items`, though the loss has been one of a sum over it."""
@@ -433,6 +437,7 @@ class Engine:
         config: PadMinConfig,
         packs: PackStyle | None = None,
         first_labels: bool = False,
+        prefer: Sequence[int] | None = None,
     ) -> Outcome | None:
         trainer: Any = self._trainer
         accelerator, model = trainer.accelerator, trainer.model_wrapped
@@ -457,6 +462,8 @@ class Engine:
             is_half=accelerator.mixed_precision not in ("no", None),
             packs=packs,
             first_labels=first_labels,
+            wanted=self._training.wanted,
+            prefer=prefer,
             subtracts_lost=pools and self._subtracts_lost,
             advice=Advice(_COUPLED, _STOP, _ONCE, _SUM if pools else None),
         )

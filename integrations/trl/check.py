@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
@@ -41,7 +41,9 @@ class Verdict(IntEnum):
     READS_PADDING = 4
 
 
-def separates(trainer: Any, model: Any, passes: Passes, need_rows: bool) -> tuple[Verdict, float]:
+def separates(
+    trainer: Any, model: Any, passes: Passes, need_rows: bool, listen: Callable[[Tensor], Any] | None = None
+) -> tuple[Verdict, float]:
     """Whether the parts of a window's loss have the gradients of the whole.
 
     Args:
@@ -49,12 +51,15 @@ def separates(trainer: Any, model: Any, passes: Passes, need_rows: bool) -> tupl
         model: as the trainer wrapped it.
         passes: of the window; its buffers are filled for this and forgotten where a split follows.
         need_rows: whether rows have to separate too; else only that all gradients come through the log-probs.
+        listen: gets the loss of each stock micro-batch, with its graph.
 
     Returns:
         The verdict, and max|parts - whole| / max|whole|.
     """
     passes.fill_buffers()
     verdict, difference = _verdict(trainer, model, passes, need_rows)
+    if listen is not None and verdict <= Verdict.SEPARATES:
+        _show(trainer, passes, listen)
     if need_rows or verdict != Verdict.SEPARATES:
         passes.forget_buffers()
     return verdict, difference
@@ -83,6 +88,13 @@ def _verdict(trainer: Any, model: Any, passes: Passes, need_rows: bool) -> tuple
     worst = max(_difference(trainer, passes, entry, whole, draw) for entry, whole in zip(entries, wholes, strict=True))
     worst = max(worst, _of_calls(trainer, passes, entries[0], wholes[0], draw))
     return (Verdict.SEPARATES if worst <= _TOLERANCE * scale else Verdict.COUPLES), worst / scale
+
+
+def _show(trainer: Any, passes: Passes, listen: Callable[[Tensor], Any]) -> None:
+    draw = RandomState()
+    for entry in passes.window.entries:
+        with torch.enable_grad(), trl_stock.without_trace(trainer), draw.again():
+            listen(passes.stock_loss(entry.inputs, leaves_of(entry.buffers))[0])
 
 
 def _is_of_log_probs(trainer: Any, model: Any, passes: Passes) -> bool:

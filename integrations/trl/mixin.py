@@ -62,7 +62,7 @@ class SwitchedOff:
     def __init__(self, session: Session) -> None:
         self.session = session
 
-    def reset(self) -> None:
+    def begin(self) -> None:
         """Nothing is kept between steps."""
 
     def step_in_place_of(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -112,7 +112,7 @@ class PadMinMixin:
         stock = super().train  # type: ignore[misc]
         if self._padmin is None:
             return stock(*args, **options)
-        self._padmin.reset()
+        self._padmin.begin()
         with self._padmin.session.telling_others():
             return stock(*args, **options)
 

@@ -85,8 +85,8 @@ class OfflineEngine:
         if stock is not None and stock.__name__ == "KTOTrainer" and trl_stock.release() < (1, 16):
             session.notices(_LOGITS_OF_KTO)
 
-    def reset(self) -> None:
-        """Nothing is kept between steps."""
+    def begin(self) -> None:
+        """Nothing is kept between trainings."""
 
     def step_in_place_of(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The stock training step, inside of which the backbones run in chunks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import ConfigError, GradientHookError, PadMinError, PeerError, TrainingStepError
 from lightning_padmin.integrations.common import (
+    Isolated,
     OneLoss,
     Session,
     Training,
@@ -26,7 +27,9 @@ from lightning_padmin.integrations.common import (
 )
 from lightning_padmin.integrations.trl import hooks as trl_stock
 from lightning_padmin.integrations.trl import images as trl_images
+from lightning_padmin.integrations.trl.audits import Audits, keys_of_losses
 from lightning_padmin.integrations.trl.check import READS_PADDING, Verdict, refuse_readers_of_padding, separates
+from lightning_padmin.integrations.trl.facets import token_facets, window_facets
 from lightning_padmin.integrations.trl.logprobs import (
     Given,
     Scores,
@@ -35,7 +38,8 @@ from lightning_padmin.integrations.trl.logprobs import (
     score_all,
     score_chunk,
 )
-from lightning_padmin.integrations.trl.passes import Passes
+from lightning_padmin.integrations.trl.model_check import ModelCheck, Status
+from lightning_padmin.integrations.trl.passes import Passes, StockLoss
 from lightning_padmin.integrations.trl.support import (
     SHARDS_WHAT_SEES,
     choose_mode,
@@ -45,7 +49,7 @@ from lightning_padmin.integrations.trl.support import (
     why_not_packed,
 )
 from lightning_padmin.integrations.trl.window import Window
-from lightning_padmin.microbatching import MicroBatcher, OutOfMemoryError
+from lightning_padmin.microbatching import MicroBatcher, MicroBatches, OutOfMemoryError
 
 _COUPLES = "gradients of the loss at the log-probs change by {:.2g} when rows are split, so it couples rows"
 _NOT_OF_LOG_PROBS = (
@@ -103,18 +107,29 @@ class Engine:
         )
         self._training.use_gate(gate, asks_of_step=False)
         self.mode, why = choose_mode(trainer, config.mode)
-        self._checked = config.check == "off" or self.mode == "joint"
+        self._audits = Audits(config)
+        self._training.ledger = None  # windows are looked at here, and losses of their own
         self._may_read_padding = config.check != "off"
+        self._couples = False  # found where one chunk held all rows, so that it made no difference
+        self._rest = 0
+        self._kinds: tuple[tuple[torch.dtype, torch.device] | None, ...] = ()
         self._as_stock = shards_what_sees(trainer)
         self._given: Given | None = None
         self.reset()
-        for finding in findings.told:
-            if finding.severity == "correct":
-                self._say(f"{finding.where}: {finding.reason}")
+        corrected = [each for each in findings.told if each.severity == "correct"]
+        self._is_corrected = bool(corrected)  # what left padding does to this model is known, and said
+        for finding in corrected:
+            self._say(f"{finding.where}: {finding.reason}")
         if self._as_stock:
             self._say(SHARDS_WHAT_SEES)
         elif why:
             self._say(f"mode={self.mode!r}: {why}")
+
+    def begin(self) -> None:
+        """A training begins."""
+        self.reset()
+        self._audits.begin()
+        self._may_read_padding = self.session.config.check != "off"
 
     def reset(self) -> None:
         """Forgets the window that is under way."""
@@ -151,17 +166,21 @@ class Engine:
         training = torch.is_grad_enabled()
         no_sync = self._no_sync_of(model) if training else None
         budget = self._budget(rows * input_ids.shape[1])
+        if training:
+            self._audits.show(lambda: token_facets(attention_mask, logits_to_keep))
         batcher = self._batcher(0)
         batches = self._training.prepare_made(tokens, by=batcher, token_budget=budget, is_whole=is_whole)
         self._look_at_prompts(first_tokens(batches.table, logits_to_keep))
         order = trl_images.in_order(batches.slot_maps, images.get("num_images"))
+        if training and self._audits.are_due(batcher.audits):
+            self._look_at_model(model, batches, logits_to_keep, budget, loss=False)
         guard = self._training.guard(batches, tells=False)
         outputs = score_all(stock, model, batches, logits_to_keep, options, order, guard, no_sync)
         if training:
             completion = attention_mask[:, -logits_to_keep:]
             self.session.count(replace(batches.stats, loss_tokens=int(completion.sum())))
             if self._may_read_padding and not completion.all():
-                self._may_read_padding = False  # the first pass that can tell does
+                self._may_read_padding = self._audits.stands  # else the first pass that can tell does
                 outputs = (*refuse_readers_of_padding(outputs[:2], completion == 0), *outputs[2:])
         return outputs
 
@@ -178,7 +197,9 @@ class Engine:
         Passes that only score (0) have one of their own: those that train take more memory.
         """
         if steps not in self._batchers:
-            self._batchers[steps] = self._training.batcher(self._config, encoder_decoder=False)
+            self._batchers[steps] = self._training.batcher(
+                self._config, encoder_decoder=False, wants_audit=lambda *_: self._audits.wish
+            )
         return self._batchers[steps]
 
     def _budget(self, slots: int) -> int:
@@ -299,15 +320,18 @@ class Engine:
         if trl_stock.prepares_itself(type(trainer)):
             self._say(_NOT_POOLED)
         slots = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
-        prepare = partial(self._training.prepare_made, by=self._batcher(len(entries)))
+        # As it is now: while chunks run, an attribute of the trainer stands in its place.
+        loss = partial(self._stock_loss, trainer.compute_loss, num_items_in_batch, model)
+        self._audits.show(lambda: self._facets(entries, loss))
+        batcher = self._batcher(len(entries))
+        prepare = partial(self._training.prepare_made, by=batcher)
         window = Window(entries, prepare, self._budget(slots))
         self._look_at_prompts(first_tokens(window.batches.table, window.completion))
-        # As it is now: while chunks run, an attribute of the trainer stands in its place.
-        loss = partial(self._stock_loss, trainer.compute_loss, num_items_in_batch)
         guard = self._training.guard(window.batches, last=window.order[-1])
-        passes = Passes(trainer, window, partial(self._score, model, window), partial(loss, model), guard)
-        if not self._checked and (self.mode == "replay" or len(window.batches) > 1):
-            self._check(model, passes)
+        score = partial(self._score, model, window)
+        passes = Passes(trainer, window, score, loss, guard, self._hear if self._audits.stands else None)
+        if self._audits.are_due(batcher.audits) or (self._couples and len(window.batches) > 1):
+            self._audit(model, passes, self._budget(slots))
             if self.mode == "joint":
                 return None
         if self.mode == "replay":
@@ -330,6 +354,7 @@ class Engine:
             {"compute_entropy": True},
         )
         self._rest = len(scores.rest)
+        self._kinds = tuple(None if each is None else (each.dtype, each.device) for each in scores.per_token)
         return scores
 
     def _stock_loss(
@@ -344,25 +369,82 @@ class Engine:
         finally:
             self._given = before
 
-    # What may be split.
+    # What may be split, and whether it still may.
 
-    def _check(self, model: Any, passes: Passes) -> None:
-        """Finds out on the first window that can tell whether the loss separates; all ranks agree on it."""
-        with self._waiting(model):
-            verdict, difference = separates(self._trainer, model, passes, need_rows=self.mode == "split")
-        verdict = Verdict(int(self._topology.exchange([verdict])[:, 0].max()))
-        self._checked = verdict != Verdict.CANNOT_TELL
+    def _facets(self, entries: Sequence[Mapping[str, Any]], loss: StockLoss) -> set[str]:
+        """What a window shows before any of it has run."""
+        keys = keys_of_losses(self._audits, self._trainer, entries, loss, self._kinds) if self._kinds else set()
+        return window_facets(entries) | keys
+
+    def _hear(self, loss: Tensor) -> None:
+        self._audits.heard(self._audits.key_of(loss))
+
+    def _audit(self, model: Any, passes: Passes, budget: int) -> None:
+        """Finds out whether the window may run as its mode says; all ranks agree on it.
+
+        Takes a forward pass of the window's chunks without a graph, and a few of one or two rows.
+        """
+        audits, window = self._audits, passes.window
+        several = len(window.batches) > 1
+        keys: list[str] = []
+        told, difference = False, 0.0
+        if audits.stands or self.mode == "replay" or several:
+            listen = (lambda loss: keys.append(audits.key_of(loss))) if audits.stands else None
+            need_rows = self.mode == "split"
+            with self._waiting(model):
+                own, difference = separates(self._trainer, model, passes, need_rows, listen)
+            verdict = Verdict(int(self._topology.exchange([own])[:, 0].max()))
+            told = own != Verdict.CANNOT_TELL
+            self._couples = verdict == Verdict.COUPLES and not several
+            if not self._couples:
+                self._heed(verdict, difference)
+            audits.loss_is_open = audits.loss_is_open and verdict == Verdict.CANNOT_TELL
+        self._look_at_model(model, window.batches, window.completion, budget, loss=told, keys=keys, of_loss=difference)
+
+    def _heed(self, verdict: Verdict, difference: float) -> None:
+        """Goes over to a mode that is exact, or raises."""
         if verdict <= Verdict.SEPARATES:
             return
+        since = self._audits.since()
         if verdict == Verdict.READS_PADDING:
-            raise ConfigError(READS_PADDING)
+            raise ConfigError(READS_PADDING + since)
         coupled = verdict == Verdict.COUPLES
         why = _COUPLES.format(difference) if coupled else _NOT_OF_LOG_PROBS
         fix = "replay" if coupled else "joint"
         if self._wanted != "auto":
-            raise ConfigError(f"mode={self._wanted!r}: {why}. Set mode={fix!r} or mode='auto'")
+            raise ConfigError(f"mode={self._wanted!r}: {why}. Set mode={fix!r} or mode='auto'{since}")
         self.mode = fix
-        self._say(f"mode={fix!r}: {why}")
+        self._say(f"mode={fix!r}: {why}{since}")
+
+    def _look_at_model(
+        self,
+        model: Any,
+        batches: MicroBatches,
+        completion: int,
+        budget: int,
+        *,
+        loss: bool,
+        keys: Sequence[str] = (),
+        of_loss: float = 0.0,
+    ) -> None:
+        """Refuses a model that does not compute a row in a chunk as alone; `loss`: whether that of the loss was told.
+
+        Raises:
+            GradientCheckError: on all ranks.
+        """
+        trainer, audits = self._trainer, self._audits
+        is_sharded = self._topology.kind == "sharded"
+        own = model if is_sharded else trainer.accelerator.unwrap_model(model)
+        with self._waiting(model):
+            passes = Isolated(own, trainer, partial(trl_stock.without_trace, trainer), values_only=is_sharded)
+            check = ModelCheck(self._stock_scores, own, batches, completion, budget, passes, self._topology)
+            found = check.found()
+        found.refuse(audits.since())
+        if found.words and not (found.own == Status.ROLLED and self._is_corrected):
+            self._say(found.words)
+        audits.model_is_open = audits.model_is_open and found.status == Status.CANNOT_TELL
+        told = found.own != Status.CANNOT_TELL
+        audits.passed(max(found.difference * (found.own == Status.SAME), of_loss), keys, loss=loss, model=told)
 
     # Counts, and what is said.
 

@@ -27,6 +27,7 @@ class Passes:
         score: log-probs and entropies of a chunk.
         stock_loss: the trainer's own loss of prepared inputs, with log-probs and entropies in place of a forward pass.
         guard: around the pass of each chunk.
+        listen: gets the loss of each stock micro-batch, with its graph, once its log-probs are there.
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class Passes:
         score: Callable[[int], Scores],
         stock_loss: StockLoss,
         guard: MemoryGuard,
+        listen: Callable[[Tensor], Any] | None = None,
     ) -> None:
         self.trainer, self.window, self.stock_loss, self._score = trainer, window, stock_loss, score
-        self.guard = guard
+        self.guard, self._listen = guard, listen
         self._draws: list[RandomState] = []
         self._value: Tensor | None = None  # replay: of the window's loss
 
@@ -77,6 +79,8 @@ class Passes:
             leaves = leaves_of(entry.buffers)
             with torch.enable_grad(), self._at(index, ends_window):
                 loss, _ = self.stock_loss(entry.inputs, leaves)
+            if self._listen is not None:
+                self._listen(loss)
             entry.gradients = gradients_of(loss, leaves)
             losses.append(loss.detach())
         self._value = torch.stack(losses).sum()
@@ -128,8 +132,11 @@ class Passes:
         ends = self.trainer.accelerator.sync_gradients
         losses = []
         for index, entry in enumerate(window.entries):
-            with torch.no_grad(), self._at(index, ends):
-                losses.append(self.stock_loss(entry.inputs, entry.buffers)[0])
+            with torch.enable_grad(), self._at(index, ends):  # with a graph, as stock calls it
+                loss = self.stock_loss(entry.inputs, leaves_of(entry.buffers))[0]
+            if self._listen is not None:
+                self._listen(loss)
+            losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     def _at(self, index: int, ends_window: bool) -> Any:
