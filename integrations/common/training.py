@@ -344,10 +344,11 @@ class Training:
         assert ledger is not None
         if not ledger.audits:
             return error
-        new, since = sorted(map(self._losses.words, ledger.new)), ledger.step - ledger.last - 1
+        new, since = sorted(map(self._losses.words, ledger.new)), max(0, ledger.step - ledger.last - 1)
         shown = f"the first with {', '.join(new[:4])}{', ...' if len(new) > 4 else ''}" if new else "looked at in turn"
-        undone = f"; {since} steps since then are not undone" if since else ""
-        words = f"audit of step {ledger.step} ({shown}; step {ledger.last} had passed{undone}): "
+        had_passed = "other rows of it" if ledger.last == ledger.step else f"step {ledger.last}"
+        undone = f"; {since} step{'s' if since > 1 else ''} since then {'are' if since > 1 else 'is'} not undone"
+        words = f"audit of step {ledger.step} ({shown}; {had_passed} had passed{undone if since else ''}): "
         return GradientCheckError(words + str(error).removeprefix("first-batch check: "))
 
     @property

@@ -285,6 +285,55 @@ def checked() -> Any:
     }
 
 
+def audited() -> Any:
+    """What is new on rank 1 alone is looked at on both: batch 3 has another class, or a term that couples rows."""
+
+    class Weighted(support.Module):
+        weights = (1.0, 1.0)
+
+        def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            logits = self.model(batch["input_ids"])[:, 0, :2]
+            weight = torch.tensor(self.weights, dtype=logits.dtype)
+            return torch.nn.functional.cross_entropy(logits, batch["classes"], weight=weight)
+
+    class Coupled(support.Module):
+        def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = super().loss(batch)
+            if RANK == 1 and self.global_step >= 2:
+                loss = loss + self.model(batch["input_ids"]).std()
+            return loss
+
+    def steps(module: support.Module, **options: Any) -> Any:
+        data = batches(count=6, lengths=[FIVE, FIVE])
+        for k, batch in enumerate(data):
+            batch["classes"] = torch.zeros(len(FIVE), dtype=torch.int64)
+            batch["classes"][::3] = int(RANK == 1 and k >= 4)
+        checked: list[int] = []
+        inner = callback(**options)
+
+        class Seen(support.pl.Callback):
+            def on_train_batch_start(self, *_: Any) -> None:
+                training = inner._training
+                checked.append(0 if training is None or training.ledger is None else training.ledger.audits)
+
+        try:
+            fit(module, data, inner, Seen())
+        except Exception as error:
+            return str(error), len(module.gradients), checked
+        return support.flat_parameters(module), len(module.gradients), checked
+
+    right = {
+        how: steps(Weighted(), labels_key="classes", loss_reduction="row-mean", check=how) for how in ("audit", "off")
+    }
+    wrong = Weighted()
+    wrong.weights = (0.2, 0.8)
+    return {
+        "right": right,
+        "class": steps(wrong, **declared),
+        "term": steps(Coupled()),
+    }
+
+
 def joint() -> Any:
     """mode="joint" with a loss that couples rows: five chunks on rank 0, one on rank 1."""
     from transformers import LlamaConfig, LlamaForCausalLM

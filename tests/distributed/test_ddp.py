@@ -25,6 +25,7 @@ SCENARIOS = [
     "global_mean",
     "one_rank_malformed",
     "checked",
+    "audited",
     "out_of_memory",
     "joint",
     "packed",
@@ -235,6 +236,26 @@ def test_ranks_probe_equally_many_rows(ranks: Ranks) -> None:
     first, second = (rank["checked"]["contrasts"][0] for rank in ranks)
     assert first == second
     assert "couples rows" in first
+
+
+def test_what_is_new_on_one_rank_is_looked_at_on_both(ranks: Ranks) -> None:
+    for rank in ranks:
+        parameters, steps, audits = rank["audited"]["right"]["audit"]
+        assert torch.equal(parameters, rank["audited"]["right"]["off"][0])  # to the bit
+        assert steps == 6
+        assert audits == [0, 1, 1, 2, 2, 3]  # before steps 1 and 3, and 5 for a class that rank 1 alone has
+    first, second = (rank["audited"]["class"] for rank in ranks)
+    assert first[1] == second[1] == 4  # neither has taken the step
+    for words, _, _ in (first, second):
+        assert "audit of step 5" in words
+    assert "'classes' is 1" in second[0]
+
+
+def test_a_term_that_is_new_on_one_rank_ends_both_a_step_later(ranks: Ranks) -> None:
+    for rank in ranks:
+        words, steps, _ = rank["audited"]["term"]
+        assert "audit of step 4" in words  # known behind the passes of step 3, which was taken
+        assert steps == 3
 
 
 def test_an_error_in_the_checked_step_stops_both_ranks(ranks: Ranks) -> None:
