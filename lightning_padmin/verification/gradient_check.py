@@ -692,7 +692,9 @@ class _Check:
             return (
                 f"the training step writes into {self._written} whenever it is called. Split, it is called once per "
                 "micro-batch, not once per batch: counters and averages run ahead, queues and lists fill with parts "
-                f"of batches. Do that once per batch, {self.advice.once}. {self.advice.coupled}"
+                f"of batches. Do that once per batch, {self.advice.once}. {self.advice.coupled}. What is meant "
+                "to be written per call, and changes nothing that is trained, may be named in its class: "
+                "padmin_per_call = ('name',)"
             )
         if status is Status.DECLARATION:
             candidates = enumerate(declarations(self._config, self._schema))
