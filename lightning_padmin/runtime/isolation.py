@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -148,7 +148,7 @@ class ModuleState:
         skip: attributes of holders that hold data, which is not looked through.
     """
 
-    def __init__(self, module: nn.Module, holders: Collection[object] = (), skip: Collection[str] = ()) -> None:
+    def __init__(self, module: nn.Module, holders: Sequence[object] = (), skip: Collection[str] = ()) -> None:
         self._writes = Writes()
         keeper = Keeper(self._writes, module, holders, skip=skip)
         self._undo, self._looks, self._restarts = keeper.undo, keeper.looks, keeper.restarts
@@ -207,7 +207,7 @@ class AttributeState:
         most_items: of all containers together; what is larger is left alone.
     """
 
-    def __init__(self, holders: Collection[object], skip: Collection[str] = (), most_items: int = 10_000) -> None:
+    def __init__(self, holders: Sequence[object], skip: Collection[str] = (), most_items: int = 10_000) -> None:
         self._writes = Writes()
         options: dict[str, Any] = {"skip": skip, "most_items": most_items, "with_models": False, "tells": False}
         self._undo = Keeper(self._writes, None, holders, **options).undo

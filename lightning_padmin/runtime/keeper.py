@@ -25,7 +25,7 @@ import random
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Generic, Protocol
@@ -82,7 +82,8 @@ class Keeper:
     Attributes:
         undo: the functions.
         looks: functions that tell what differs now, and where; not of random generators, flags and hooks, of
-            torchmetrics objects, which frameworks look after, and of what libraries keep in a holder.
+            torchmetrics objects, which frameworks look after, of what libraries keep in a holder, and of attributes
+            that a class names in `padmin_per_call`.
         restarts: those of `undo` that put random generators back.
         leaves: parameters and other tensors that gradients may be accumulated into.
     """
@@ -91,7 +92,7 @@ class Keeper:
         self,
         writes: Writes,
         root: nn.Module | None = None,
-        holders: Collection[object] = (),
+        holders: Sequence[object] = (),
         *,
         skip: Collection[str] = (),
         most_items: int = _MOST_ITEMS,
@@ -113,8 +114,10 @@ class Keeper:
             self._array_bytes = max(_ARRAY_BYTES, sum(p.nbytes for p in root.parameters() if not is_lazy(p)) // 100)
             self._modules(root, 0, "" if tells else None)
         for holder in holders:
-            name = type(holder).__name__ if tells else None
-            self._attributes(holder, 0, name, frozenset(skip), is_holder=True)
+            kind: Any = type(holder)
+            # What belongs to the first holder is often of a library's class, which cannot say so itself.
+            unnamed = _per_call(holders[0]) | _libraries(kind) if tells else frozenset()
+            self._attributes(holder, 0, kind.__name__ if tells else None, frozenset(skip), unnamed)
         # What has few things beside it and above it first, so that data does not take the place of figures.
         while self._waiting:
             crowd, _, value, path = heapq.heappop(self._waiting)
@@ -165,7 +168,8 @@ class Keeper:
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and id(tensor) not in self._seen:
                     self._seen.add(id(tensor))
-                    self._tensor(tensor, isinstance(tensor, nn.Parameter), below(where, key))
+                    per_call = key in _per_call(module)
+                    self._tensor(tensor, isinstance(tensor, nn.Parameter), None if per_call else below(where, key))
 
     def _module(self, module: nn.Module, crowd: int, path: str | None) -> None:
         kind, kept = type(module), dict(vars(module))
@@ -173,9 +177,10 @@ class Keeper:
         inner = [
             _refill(value, _base(value)) for name, value in kept.items() if name in names and type(value) in _CONTAINERS
         ]
+        per_call = _per_call(module)
         for name, value in kept.items():
             if name not in _OF_EVERY_MODULE:
-                self._later(value, crowd + len(kept), path, name)
+                self._later(value, crowd + len(kept), None if name in per_call else path, name)
 
         def undo() -> None:
             if type(module) is not kind:  # a lazy module that took shape
@@ -190,9 +195,9 @@ class Keeper:
 
             def look() -> Iterator[Change]:
                 attributes = vars(module)
-                yield from of_mapping(path, attributes, kept, attributes.__setitem__, _OF_EVERY_MODULE)
+                yield from of_mapping(path, attributes, kept, attributes.__setitem__, _OF_EVERY_MODULE | per_call)
                 for name, held in parts:
-                    yield from of_mapping(path, attributes[name], held, attributes[name].__setitem__)
+                    yield from of_mapping(path, attributes[name], held, attributes[name].__setitem__, per_call)
 
             self.looks.append(look)
 
@@ -274,19 +279,23 @@ class Keeper:
                 self._later(each, crowd + len(entries), path, key, is_attribute=False)
 
     def _attributes(
-        self, holder: Any, crowd: int, path: str | None, skip: Collection[str] = (), is_holder: bool = False
+        self,
+        holder: Any,
+        crowd: int,
+        path: str | None,
+        skip: Collection[str] = (),
+        unnamed: frozenset[str] = frozenset(),
     ) -> None:
         attributes = getattr(holder, "__dict__", None)
         if type(attributes) is dict:
             kept = dict(attributes)
-            kind: Any = type(holder)
-            theirs = _names_of_libraries(kind) if is_holder and path is not None else frozenset()
+            unnamed |= _per_call(holder)
             for name, value in kept.items():
                 if name not in skip:
-                    self._later(value, crowd + len(kept), None if name in theirs else path, name)
+                    self._later(value, crowd + len(kept), None if name in unnamed else path, name)
             self.undo.append(lambda: _set_attributes(attributes, kept))
             if path is not None:
-                self.looks.append(lambda: of_mapping(path, attributes, kept, attributes.__setitem__, theirs))
+                self.looks.append(lambda: of_mapping(path, attributes, kept, attributes.__setitem__, unnamed))
         for kind in type(holder).__mro__:
             for slot in [each for each in vars(kind).values() if isinstance(each, MemberDescriptorType)]:
                 self._slot(holder, slot, crowd, path)
@@ -349,9 +358,14 @@ def is_library(kind: type) -> bool:
 
 
 @cache
-def _names_of_libraries(kind: Any) -> frozenset[str]:
+def _libraries(kind: Any) -> frozenset[str]:
     """What the methods of its bases in libraries give to objects of a class."""
     return frozenset().union(*(names_of(each) for each in kind.__mro__ if is_library(each)))
+
+
+def _per_call(holder: Any) -> frozenset[str]:
+    """Attributes that are meant to be written whenever a step is called."""
+    return frozenset(name for kind in type(holder).__mro__ for name in vars(kind).get("padmin_per_call", ()))
 
 
 def _is_metric(module: nn.Module) -> bool:

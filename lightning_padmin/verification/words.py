@@ -138,7 +138,8 @@ def words_of(status: Status, matching: int, value: float, parameter: str, said: 
         return (
             f"the training step writes into {said.written} whenever it is called. Split, it is called once per "
             "micro-batch, not once per batch: counters and averages run ahead, queues and lists fill with parts of "
-            f"batches. Do that once per batch, {said.advice.once}. {said.advice.coupled}"
+            f"batches. Do that once per batch, {said.advice.once}. {said.advice.coupled}. What is meant to be written "
+            "per call, and changes nothing that is trained, may be named in its class: padmin_per_call = ('name',)"
         )
     if status is Status.DECLARATION:
         candidates = enumerate(declarations(said.config, said.schema))

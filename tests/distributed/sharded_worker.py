@@ -209,6 +209,8 @@ class Joint(Sharded):
         self.model = LlamaForCausalLM(config).double()
         self.model.model.layers[0].register_forward_pre_hook(self.count)
 
+    padmin_per_call = ("calls",)
+
     def count(self, *_: Any) -> None:
         self.calls += 1
 

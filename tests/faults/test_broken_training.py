@@ -189,6 +189,8 @@ def broken_loader(at: int, workers: int = 0) -> Any:
 class Raises(Module):
     """A step raises: in its first micro-batch, or after three of five."""
 
+    padmin_per_call = ("calls",)
+
     def __init__(self, at: int, after: int = 0) -> None:
         super().__init__()
         self.at, self.after, self.calls = at, after, 0

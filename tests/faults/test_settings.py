@@ -117,6 +117,8 @@ def test_weights_of_one_over_k_are_far_off_in_compiled_models() -> None:
 class Checkpointed(Module):
     """The body runs again in the backward pass; counts how often it runs."""
 
+    padmin_per_call = ("runs",)
+
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
         self.reentrant, self.runs = reentrant, 0
@@ -368,6 +370,8 @@ class Pinned:
 
 
 class Sees(Module):
+    padmin_per_call = ("batches",)
+
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[Any] = []

@@ -98,7 +98,10 @@ class Own(dict):
 
 
 class Keeps:
-    """Figures of every kind, in whatever class it is mixed into."""
+    """Figures of every kind, in whatever class it is mixed into, one of each call."""
+
+    padmin_per_call = ("figures", "meter", "sums", "slotted", "own", "recent", "array", "names", "running", "pair")
+    padmin_per_call += ("space",)
 
     def start(self) -> None:
         self.figures: dict[str, Any] = {"loss": {"all": [], "last": None}, "calls": 0}
@@ -170,6 +173,8 @@ class KeepsInLoss(Keeps):
 class Counts(TrainerCallback):
     """Of what `compute_loss` hands to it, and of what is logged."""
 
+    padmin_per_call = ("calls",)
+
     def __init__(self) -> None:
         self.calls, self.logged = 0, [0]
 
@@ -179,6 +184,8 @@ class Counts(TrainerCallback):
 
 class KeepsBeside:
     """Figures in what belongs to a Trainer: its state, a callback; and its log."""
+
+    padmin_per_call = ("calls",)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         self.state.calls = getattr(self.state, "calls", 0) + 1
@@ -245,7 +252,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Checked:
 
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault: what is inside of users' own objects and of containers is not looked at."""
-    monkeypatch.setattr(Keeper, "_later", lambda self, value, depth: None)
+    monkeypatch.setattr(Keeper, "_later", lambda self, *_, **__: None)
 
 
 KINDS = ("trainer", "sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto")))

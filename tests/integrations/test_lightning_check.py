@@ -298,6 +298,8 @@ def test_a_step_that_draws_random_numbers_cannot_be_told() -> None:
 class Remembers(Module):
     """Everything that a step may write into."""
 
+    padmin_per_call = ("ema", "seen", "log_of_losses", "by_name", "plain")
+
     def __init__(self) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.3)

@@ -27,6 +27,7 @@ class Model(nn.Module):
     """Its loss is 2.0 for every token, or that of a language model."""
 
     loss_type = "ForCausalLM"  # so that the Trainer counts with the shift
+    padmin_per_call = ("calls",)
 
     def __init__(self, constant: bool = True) -> None:
         super().__init__()

@@ -169,7 +169,7 @@ def check(write: Write, **options: Any) -> Any:
         write(model, loss, batch)
         return loss
 
-    batch = support.make_batch([3, 9, 5, 7])
+    batch = support.make_batch([3, 9])
     config = PadMinConfig()
     schema = infer_schema(batch, config.fields, pad_token_id=0)
     table = measure(batch, schema, loss_reduction="token-mean", label_shift=None)
