@@ -8,11 +8,13 @@ knows nothing of batches, losses or frameworks.
     keeper        which objects are looked at, and how each kind is put back
     writes        memory copied at the first write into it
     random_state  random generators put back
+    draws         random numbers that depend on the row alone
     patching      attributes replaced for a while
     wrappers      what lies inside of them, and what a function takes
     notices       what the user is told: once, and at a line of the user's own
 """
 
+from lightning_padmin.runtime.draws import Draws
 from lightning_padmin.runtime.isolation import (
     DATA_OF_TRAINERS,
     AttributeState,
@@ -30,6 +32,7 @@ from lightning_padmin.runtime.wrappers import layers, takes, unwrap, without_ada
 __all__ = [
     "DATA_OF_TRAINERS",
     "AttributeState",
+    "Draws",
     "How",
     "ModuleState",
     "Notices",

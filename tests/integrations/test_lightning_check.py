@@ -280,16 +280,25 @@ def test_what_the_step_raises_comes_through() -> None:
     assert any("first-batch check" in note and "check='off'" in note for note in caught.value.__notes__)
 
 
-def test_a_step_that_draws_random_numbers_cannot_be_told() -> None:
+def test_a_step_that_draws_random_numbers() -> None:
     class Noise(Module):
         def loss(self, batch: dict[str, Tensor]) -> Tensor:
             losses = token_losses(self.model(batch["input_ids"]), batch["labels"])
-            return super().loss(batch) + (losses * torch.rand_like(losses)).sum()
+            return support.reduce_loss(losses * torch.rand_like(losses), batch["labels"], self.how)
 
-    module = Noise("row-mean")
-    with pytest.warns(PadMinWarning, match="draws random numbers outside of dropout"):
-        fit(module, ragged_batches(1), padmin())
+    fails(Noise("row-mean"), ragged_batches(1), "set .*loss_reduction='row-mean'")
+    module = Noise()
+    fit(module, ragged_batches(1), padmin())
     assert len(module.gradients) == 1
+
+    class Numpy(Module):
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            losses = token_losses(self.model(batch["input_ids"]), batch["labels"])
+            return support.reduce_loss(
+                losses * torch.from_numpy(np.random.rand(*losses.shape)), batch["labels"], self.how
+            )
+
+    fails(Numpy(), ragged_batches(1), "draws random numbers outside of dropout.*cannot be told.*check='off'")
 
 
 # What it leaves
