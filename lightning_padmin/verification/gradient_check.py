@@ -409,6 +409,7 @@ class _Check:
         ones = [1.0] * len(parts)
         value, where = self._passes.difference(combine(parts, ones), found, self._limit)
         if value <= self._limit:
+            self._knows_rows = self._knows_rows or (is_local and len(parts) > 1)
             return judged
         status = Status.COUPLED
         if Tolerance(self._limit).may_be_flips(value) and has_experts(self._module):
@@ -479,8 +480,11 @@ class _Check:
     @property
     def _shows_padding(self) -> bool:
         """Whether the split has taken padding away that the rows came with."""
-        came = self._probe.came.widths
-        return any(mine < theirs for part in self._probe.parts for mine, theirs in zip(part.widths, came, strict=True))
+        came = np.array(self._probe.came.widths)
+        parts = list(self._probe.parts)
+        if self._knows_rows:
+            parts += [self._rolled(rows) for rows in self._probe.alone]
+        return any((np.array(part.widths) < came).any() for part in parts)
 
     def _tell_first(self, judged: _Verdict, found: Sketches) -> None:
         """Finds out whether the other answer about labels on first tokens would have been another gradient here."""

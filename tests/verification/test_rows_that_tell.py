@@ -6,11 +6,13 @@ that training would follow, and what is accepted is shown to be the same.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import support
 import torch
 from torch import Tensor, nn
@@ -368,3 +370,48 @@ def test_gradients_that_are_there_in_parts_only() -> None:
         assert outcome is not None
         assert (outcome.told, outcome.final) == (False, False)
         assert "zero or not finite" in outcome.words
+
+
+@pytest.mark.parametrize("without_loss", [[2, 5, 8], []])
+def test_ranks_run_as_many_rows_in_each_pass(without_loss: list[int]) -> None:
+    """A step may gather what its rows give, so all ranks run as many rows, unlabelled or not."""
+    both, rows, found = ranks.Ranks(2), ([], []), {}
+    batches = [
+        support.make_batch(LENGTHS, prompt=2, without_loss=without_loss),
+        support.make_batch(LENGTHS[4:], seed=1),
+    ]
+
+    def run(rank: int) -> None:
+        def loss(model: nn.Module, batch: Batch) -> Tensor:
+            rows[rank].append(len(batch["labels"]))
+            return token_mean(model, batch)
+
+        found[rank] = check(loss, batches[rank], more={"exchange": both.exchange_of(rank)})
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0].told
+    assert found[0].words == found[1].words
+    assert rows[0] == rows[1]
+    assert set(found[0].rows) & set(without_loss) or not without_loss
+    assert max(rows[0][3:]) == (3 if without_loss else 1), "rows without loss beside another one, all others alone"
+
+
+def test_what_is_run_costs_no_more_than_three_times_its_slots() -> None:
+    """And no pass is larger than the budget."""
+    for lengths in (LENGTHS, [30, 3, 3, 3, 3, 3], [6] * 8, [9, 4]):
+        slots: list[int] = []
+
+        def loss(model: nn.Module, batch: Batch, slots: list[int] = slots) -> Tensor:
+            slots.append(batch["labels"].numel())
+            return token_mean(model, batch)
+
+        outcome = check(loss, support.make_batch(lengths, prompt=2))
+        assert outcome is not None
+        assert max(slots) <= BUDGET
+        assert sum(slots) <= 3 * slots[0] + 2 * max(lengths), "and a row trimmed and wide, at most"
+        assert len(slots) <= 3 + len(outcome.rows) + 2
+    assert len(slots) == 3, "two rows are in groups of one"
