@@ -121,7 +121,7 @@ def rows_of(*pairs: tuple[int, int]) -> dict[str, Tensor]:
 
 
 def test_rows_that_cannot_tell_prompts_from_completions_are_not_the_last_word() -> None:
-    """(5, 12) and (2, 3): 12 of 15 targets, and 16 of 20 if prompts count too; both are 0.8."""
+    """(5, 12) and (2, 3): 12 of 15 targets, and 16 of 20 if prompts count too; both are 0.8. Other cuts tell."""
 
     def everything(_: Tensor, batch: dict[str, Tensor]) -> Tensor:
         losses = token_losses(module.model(batch["input_ids"]), batch["input_ids"])
@@ -132,7 +132,7 @@ def test_rows_that_cannot_tell_prompts_from_completions_are_not_the_last_word() 
     module = Step(everything)
     with pytest.raises(GradientCheckError, match="loss_mask_key='attention_mask'"):
         fit(module, [alike, other], padmin(token_budget=40))
-    assert len(module.gradients) == 1  # the first batch passed, by that coincidence
+    assert module.gradients == []
     fit(Step(lambda losses, batch: losses.sum() / (batch["labels"][:, 1:] != -100).sum()), [alike, other], padmin())
 
 
@@ -260,7 +260,7 @@ def test_few_rows_run_and_within_the_budget() -> None:
 
     budget = 60
     fit(Watches(), [make_batch(LENGTHS, width=40)], padmin(token_budget=budget))
-    assert shapes[:3] == [(4, 12), (2, 12), (2, 3)]
+    assert shapes[:3] == [(5, 12), (3, 6), (2, 12)]
     assert max(rows * width for rows, width in shapes) <= budget
 
 
