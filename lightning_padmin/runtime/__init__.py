@@ -11,6 +11,7 @@ knows nothing of batches, losses or frameworks.
     writes        memory copied at the first write into it
     random_state  random generators put back
     padding       what stands in slots of outputs that are padding
+    draws         random numbers that depend on the row alone
     patching      attributes replaced for a while
     wrappers      what lies inside of them, and what a function takes
     notices       what the user is told: once, and at a line of the user's own
@@ -18,6 +19,7 @@ knows nothing of batches, losses or frameworks.
 
 from lightning_padmin.runtime.autocast import without_autocast
 from lightning_padmin.runtime.changes import MISSING, Change
+from lightning_padmin.runtime.draws import Draws
 from lightning_padmin.runtime.isolation import (
     DATA_OF_TRAINERS,
     AttributeState,
@@ -39,6 +41,7 @@ __all__ = [
     "MISSING",
     "AttributeState",
     "Change",
+    "Draws",
     "How",
     "ModuleState",
     "Notices",

@@ -19,9 +19,9 @@ class Status(IntEnum):
 
     EXACT = 0
     ROLLED = 1
-    RANDOM = 2
-    NO_GRADIENT = 3
-    ROUTING = 4
+    NO_GRADIENT = 2
+    ROUTING = 3
+    RANDOM = 4
     # From here on training would change.
     PROMPTS = 5
     COLUMNS = 6

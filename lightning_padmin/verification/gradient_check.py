@@ -24,6 +24,7 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, as_floats, as_integer, exchange_alone, together
 from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.microbatching import PackStyle, SlotMap
+from lightning_padmin.runtime import Draws
 from lightning_padmin.verification.column_check import ColumnCheck
 from lightning_padmin.verification.compare import Tolerance, dtypes_of
 from lightning_padmin.verification.explain import (
@@ -75,7 +76,7 @@ class Outcome:
 
     Attributes:
         difference: max |split - un-split| / max |un-split| over all gradients, of the rank where it is largest.
-        told: whether it could be told; not so for a step that draws random numbers outside of dropout.
+        told: whether it could be told; not so where gradients are zero, or where a joint step draws random numbers.
         final: whether another batch could tell no more. Rows of one length do not tell a token mean from a row mean.
         notable: whether the user should know.
         words: the finding as a sentence.
@@ -268,7 +269,37 @@ class _Check:
         self._written = ""  # what the step writes once per call
 
     def outcome(self) -> Outcome:
+        """Runs the passes, once more with fixed draws where a pass has drawn random numbers, and agrees."""
+        judged = self._judged()
+        coupled_inside = self._is_joint or self.is_packed
+        asked = self._passes.drew and not (coupled_inside and judged.status in (Status.EXACT, Status.ROLLED))
+        if self._any(asked):
+            judged = self._with_fixed_draws(judged)
+        return self._agree(self._of_writes(judged))
+
+    def _with_fixed_draws(self, judged: _Verdict) -> _Verdict:
+        """The same where random numbers are constants, and where they depend on the row alone.
+
+        Only what differs then too is a difference; what cannot be compared then is as it was.
+        """
+        starts = self._table.start[:, 0]
+        constant = Draws()
+        self._passes.with_draws(constant, starts)
+        found = self._judged()
+        if found.status is not Status.NO_GRADIENT:
+            judged = found
+        by_row = [] if self._is_joint or self.is_packed else constant.by_row
+        asked = bool(by_row) and found.status in (Status.EXACT, Status.ROLLED, Status.NO_GRADIENT)
+        if self._any(asked):
+            self._passes.with_draws(Draws(by_row), starts)
+            found = self._judged()
+            if found.status is not Status.NO_GRADIENT:
+                judged = found
+        return judged
+
+    def _judged(self) -> _Verdict:
         passes = self._passes
+        self._is_bent = self._tells_first = self._knows_rows = False
         weights = [] if self._is_joint else group_weights(self._table, self._probe.groups, self._config.loss_reduction)
         came = self._together(passes.came)
         came = self._limited(came, weights)
@@ -276,7 +307,7 @@ class _Check:
         if self._any(of_columns is not None):
             judged = _Verdict(Status.EXACT, 0, 0.0, "")
             judged = judged if of_columns is None else _Verdict(Status.COLUMNS, *of_columns)
-            return self._agree(self._if_it_repeats(judged, came))
+            return self._if_it_repeats(judged, came)
         found = self._together(lambda: passes.split(weights))
         values = {} if self.heard is None else self.heard.take()
         size = passes.largest(came)
@@ -284,7 +315,7 @@ class _Check:
         judged = _Verdict(Status.EXACT, 0, value, parameter)
         differs = not value <= self._limit
         if not 0 < size < np.inf:
-            judged, differs = replace(judged, status=Status.NO_GRADIENT), False
+            judged, differs = self._without_gradient(judged, size, passes.largest(found)), False
         if not self._is_joint and isinstance(passes, LocalPasses) and self._any(differs):
             # Weights that go backward with the loss: steps may bend gradients of hidden states on the way.
             weighed = self._together(lambda: passes.weighted(weights))
@@ -306,7 +337,7 @@ class _Check:
         if self.subtracts_lost and self._tells_first and judged.status is Status.EXACT and self._table.shift:
             # Nothing was lost, so nothing may be subtracted.
             judged = replace(judged, status=Status.DECLARATION, matching=self._shift_bits(0))
-        return self._agree(self._of_writes(self._if_it_repeats(judged, came)))
+        return self._if_it_repeats(judged, came)
 
     def _of_writes(self, judged: _Verdict) -> _Verdict:
         """Whether the step writes something once per call that is put back before each pass."""
@@ -364,6 +395,12 @@ class _Check:
         if self._any(passes.saw_half or not _SAME < apart <= self._limit):
             passes.in_float32, passes.parts, exact = False, parts, None
         return exact
+
+    def _without_gradient(self, judged: _Verdict, size: float, of_split: float) -> _Verdict:
+        """Un-split gradients are zero or not finite: nothing to compare with, unless split ones are there."""
+        if size == 0 and self._limit / 100 < of_split and np.isfinite(of_split) and not self._passes.drew:
+            return replace(judged, status=Status.COUPLED, difference=np.inf)
+        return replace(judged, status=Status.NO_GRADIENT)
 
     def _if_it_repeats(self, judged: _Verdict, came: Sketches) -> _Verdict:
         """A refusal only where un-split gradients are the same once more."""
@@ -480,6 +517,7 @@ class _Check:
         ones = [1.0] * len(parts)
         value, where = self._passes.difference(combine(parts, ones), found, self._limit)
         if value <= self._limit:
+            self._knows_rows = self._knows_rows or (is_local and len(parts) > 1)
             return judged
         status = Status.COUPLED
         if Tolerance(self._limit).may_be_flips(value) and has_experts(self._module):
@@ -550,8 +588,11 @@ class _Check:
     @property
     def _shows_padding(self) -> bool:
         """Whether the split has taken padding away that the rows came with."""
-        came = self._probe.came.widths
-        return any(mine < theirs for part in self._probe.parts for mine, theirs in zip(part.widths, came, strict=True))
+        came = np.array(self._probe.came.widths)
+        parts = list(self._probe.parts)
+        if self._knows_rows:
+            parts += [self._rolled(rows) for rows in self._probe.alone]
+        return any((np.array(part.widths) < came).any() for part in parts)
 
     def _tell_first(self, judged: _Verdict, found: Sketches) -> None:
         """Finds out whether the other answer about labels on first tokens would have been another gradient here."""
@@ -700,7 +741,7 @@ class _Check:
         if status is Status.WRITES:
             self._written = text_of(self._exchange(as_integers(self._written))[worst])
         words = words_of(status, int(table[worst, 1]), value, names[place] if place < len(names) else "", self._said)
-        if status >= Status.PROMPTS:
+        if status >= Status.PROMPTS or (status is Status.RANDOM and not self._is_joint and not self.is_packed):
             rank = f" (rank {worst})" if len(table) > 1 else ""
             raise GradientCheckError(f"first-batch check{rank}: {words}")
         told = status in (Status.EXACT, Status.ROLLED)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_padmin.architectures import without_user_hooks
@@ -16,7 +17,14 @@ from lightning_padmin.batch import Schema
 from lightning_padmin.distributed import Exchange, all_gather_floats
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.microbatching import SlotMap
-from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, RandomState, without_autocast, without_dropout
+from lightning_padmin.runtime import (
+    DATA_OF_TRAINERS,
+    Draws,
+    ModuleState,
+    RandomState,
+    without_autocast,
+    without_dropout,
+)
 from lightning_padmin.verification.fingerprints import fingerprint
 from lightning_padmin.verification.probe import Probe
 from lightning_padmin.verification.sketch import (
@@ -64,6 +72,20 @@ class Passes(ABC):
         self.losses: set[str] = set()
         self.left: dict[str, Any] | None = None
         self._state: ModuleState | None = None
+        self._draws: Draws | None = None
+        self._starts = np.zeros(0, np.int64)
+
+    def with_draws(self, draws: Draws, starts: NDArray[np.int64]) -> None:
+        """Further passes draw these in place of random numbers; `starts`: (B,) first column of each row."""
+        self._draws, self._starts = draws, starts
+        self.parts, self.drew = None, False
+
+    def _drawing(self, slots: SlotMap) -> AbstractContextManager[None]:
+        if self._draws is None:
+            return nullcontext()
+        return self._draws.of(
+            slots.rows.tolist(), (self._starts[slots.rows] - slots.start[:, 0]).tolist(), slots.widths[0]
+        )
 
     def came(self) -> Sketches:
         """Un-split, as the rows came."""
@@ -76,13 +98,13 @@ class Passes(ABC):
             slots: of each pass.
             look: called with 0 before the first, and with 1, 2, ... after each.
         """
-        batches, found = [self._taken(each) for each in slots], []
+        found: list[Sketches] = []
         with self._watched():
             assert self._state is not None
             look(0, self._state)
-            for k, batch in enumerate(batches):
+            for k, each in enumerate(slots):
                 self._state.restart()
-                found.append(self._gradients([batch], [1.0]))
+                found.append(self._gradients([each], [1.0]))
                 look(k + 1, self._state)
         return found
 
@@ -128,8 +150,8 @@ class Passes(ABC):
         """The largest absolute value."""
 
     @abstractmethod
-    def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
-        """Of the weighted sum of these batches' losses."""
+    def _gradients(self, slot_maps: Sequence[SlotMap], weights: Sequence[float]) -> Sketches:
+        """Of the weighted sum of these losses."""
 
     def _loss(self, batch: Any) -> Tensor:
         """The step's own, whose kind is noted."""
@@ -149,16 +171,15 @@ class Passes(ABC):
         within: Context = nullcontext,
         keeps_left: bool = False,
     ) -> Sketches:
-        batches = [self._taken(slots) for slots in slot_maps]
         if self._state is None:
             self._state = ModuleState(self._module, self._holders, DATA_OF_TRAINERS)
         try:
             with self._watched(keeps_left), within():
-                return self._gradients(batches, weights)
+                return self._gradients(slot_maps, weights)
         except OnlyBackwardError:  # what the attempt wrote has been put back
             self._by_backward = True
             with self._watched(keeps_left), within():
-                return self._gradients(batches, weights)
+                return self._gradients(slot_maps, weights)
 
     @contextmanager
     def _watched(self, keeps_left: bool = False) -> Iterator[None]:
@@ -210,14 +231,16 @@ class LocalPasses(Passes):
         """See `Passes.largest`."""
         return float(np.max(list(sizes(sketches).values()), initial=0.0))
 
-    def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
-        (batch,), (weight,) = batches, weights
+    def _gradients(self, slot_maps: Sequence[SlotMap], weights: Sequence[float]) -> Sketches:
+        (slots,), (weight,) = slot_maps, weights
+        batch = self._taken(slots)
 
         def loss() -> Tensor:
             value = self._loss(batch)
             return value if weight == 1 else value * weight
 
-        return sketched_gradients(loss, self._module, by_backward=self._by_backward, again=False)
+        with self._drawing(slots):
+            return sketched_gradients(loss, self._module, by_backward=self._by_backward, again=False)
 
 
 class ShardedPasses(Passes):
@@ -249,9 +272,11 @@ class ShardedPasses(Passes):
         """See `Passes.largest`."""
         return max(_largest_over_ranks(list(sizes(sketches).values()), self._exchange), default=0.0)
 
-    def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
-        for batch, weight in zip(batches, weights, strict=True):
-            torch.autograd.backward(self._loss(batch) * weight)
+    def _gradients(self, slot_maps: Sequence[SlotMap], weights: Sequence[float]) -> Sketches:
+        for slots, weight in zip(slot_maps, weights, strict=True):
+            batch = self._taken(slots)
+            with self._drawing(slots):
+                torch.autograd.backward(self._loss(batch) * weight)
         return sketched_shards(self._module)
 
 

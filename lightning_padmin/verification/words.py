@@ -90,9 +90,15 @@ def words_of(status: Status, matching: int, value: float, parameter: str, said: 
             f"padding, or counts positions by column{known}"
         )
     if status is Status.RANDOM:
+        untold = (
+            f"{differs}The training step draws random numbers outside of dropout, or is another function at each call, "
+            f"so whether the {way} is exact cannot be told"
+        )
+        if said.is_joint or said.is_packed:
+            return f"{untold}: make sure of it with a deterministic step, or set check='off'"
         return (
-            f"{differs}The training step draws random numbers outside of dropout, so whether the split is exact "
-            "cannot be told: make sure of it with a deterministic step, or set check='off'"
+            f"{untold}, with torch's random numbers held fixed either: draw them with torch, for each row of the "
+            f"batch, or make sure of it yourself and set check='off'. {said.advice.coupled}"
         )
     if status is Status.ROUTING:
         return (

@@ -322,9 +322,8 @@ def audited() -> Any:
             return str(error), len(module.gradients), checked
         return support.flat_parameters(module), len(module.gradients), checked
 
-    right = {
-        how: steps(Weighted(), labels_key="classes", loss_reduction="row-mean", check=how) for how in ("audit", "off")
-    }
+    declared: dict[str, Any] = {"labels_key": "classes", "loss_reduction": "row-mean"}
+    right = {how: steps(Weighted(), check=how, **declared) for how in ("audit", "off")}
     wrong = Weighted()
     wrong.weights = (0.2, 0.8)
     return {

@@ -24,7 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightning_padmin.errors import GradientCheckError, PadMinWarning
+from lightning_padmin.errors import GradientCheckError
 
 SIZES = {"vocab_size": support.VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -146,7 +146,7 @@ def test_a_step_with_a_generator_of_its_own(kind: str) -> None:
             return super().loss(batch) * factor
 
     if kind == "count":  # cannot be put back, but is noticed: un-split gradients do not repeat
-        with pytest.warns(PadMinWarning, match="draws random numbers outside of dropout"):
+        with pytest.raises(GradientCheckError, match="is another function at each call"):
             told(Draws())
     else:
         assert "are the un-split ones" in told(Draws())

@@ -6,11 +6,13 @@ that training would follow, and what is accepted is shown to be the same.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import support
 import torch
 from torch import Tensor, nn
@@ -250,3 +252,166 @@ def test_what_is_wanted_is_run() -> None:
         )
         assert outcome is not None
         assert kind in outcome.rows
+
+
+def token_mean(model: nn.Module, batch: Batch) -> Tensor:
+    return model.losses(batch).sum() / (batch["labels"][:, 1:] != NONE).sum()
+
+
+def told(loss: Loss, batch: Batch | None = None, **options: Any) -> Outcome:
+    outcome = check(loss, support.make_batch(LENGTHS, prompt=2) if batch is None else batch, **options)
+    assert outcome is not None
+    assert outcome.told, outcome.words
+    assert outcome.difference < 1e-9
+    return outcome
+
+
+def noise_of(shape: Callable[[Tensor], Tensor]) -> Loss:
+    """A token mean on states with noise, which `shape` draws for them."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        hidden = model(batch["input_ids"])
+        losses = support.token_losses(model.head(hidden + shape(hidden)), batch["labels"])
+        return losses.sum() / (batch["labels"][:, 1:] != NONE).sum()
+
+    return loss
+
+
+def negatives_of(draw: Callable[[Batch], Tensor]) -> Loss:
+    """Each row's last state against that of a negative: its token, or another row's state."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        state, drawn = model.last(batch), draw(batch)
+        other = state[drawn] if drawn.ndim == 1 else model.embedding(drawn).mean(1)[:, :3]
+        return ((state * other).sum(1)).sigmoid().mean()
+
+    return loss
+
+
+def test_steps_that_draw_for_each_row() -> None:
+    """Told, though the same numbers would come to other rows in other batches; and a wrong declaration is found."""
+    for noise in (
+        torch.randn_like,
+        lambda h: torch.empty_like(h).uniform_(-1, 1),
+        lambda h: nn.functional.gumbel_softmax(h * 0, dim=-1),
+        lambda h: torch.bernoulli(torch.full_like(h, 0.3)),
+        lambda h: (torch.rand(len(h), 1, 1) < 0.5) * h,
+        lambda h: torch.rand(1, h.shape[1], h.shape[2]).double(),
+        lambda h: torch.normal(torch.zeros_like(h), 1.0),
+    ):
+        told(noise_of(noise))
+        with pytest.raises(GradientCheckError, match="set loss_reduction='token-mean'"):
+            check(noise_of(noise), support.make_batch(LENGTHS, prompt=2), loss_reduction="sum")
+    each = negatives_of(lambda batch: torch.randint(0, support.VOCABULARY, (len(batch["input_ids"]), 3)))
+    told(each, loss_reduction="row-mean")
+    steps = torch.linspace(0.1, 1, 10, dtype=torch.float64)
+
+    def diffusion(model: nn.Module, batch: Batch, own: bool = True) -> Tensor:
+        weight = steps[torch.randint(0, 10, (len(batch["input_ids"]),))]
+        each = weight * (model.losses(batch).sum(1) / (batch["labels"][:, 1:] != NONE).sum(1))
+        return each.mean() if own else each.sum() / weight.sum()
+
+    told(diffusion, loss_reduction="row-mean")
+    with pytest.raises(GradientCheckError, match=r"weighs rows|couples rows"):
+        check(
+            lambda model, batch: diffusion(model, batch, False),
+            support.make_batch(LENGTHS, prompt=2),
+            loss_reduction="row-mean",
+        )
+
+
+def test_what_is_drawn_of_all_rows_couples_them() -> None:
+    """Negatives from the batch, a mean over tokens that were drawn."""
+    for draw in (
+        lambda batch: torch.randperm(len(batch["input_ids"])),
+        lambda batch: torch.randint(0, len(batch["input_ids"]), (len(batch["input_ids"]),)),
+    ):
+        with pytest.raises(GradientCheckError, match="differ"):
+            check(negatives_of(draw), support.make_batch(LENGTHS, prompt=2), loss_reduction="row-mean")
+
+    def masked(model: nn.Module, batch: Batch) -> Tensor:
+        losses = model.losses(batch)
+        drawn = (torch.rand(losses.shape) < 0.4) & (batch["labels"][:, 1:] != NONE)
+        return (losses * drawn).sum() / drawn.sum().clamp(min=1)
+
+    with pytest.raises(GradientCheckError, match=r"weighs rows|couples rows"):
+        check(masked, support.make_batch(LENGTHS, prompt=2))
+
+
+def test_draws_that_nobody_can_hold_are_refused() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        losses = model.losses(batch)
+        return (losses * torch.from_numpy(np.random.rand(*losses.shape))).sum() / losses.numel()
+
+    with pytest.raises(GradientCheckError, match=r"draws random numbers outside of dropout.*check='off'"):
+        check(loss, support.make_batch(LENGTHS, prompt=2))
+
+
+def test_gradients_that_are_there_in_parts_only() -> None:
+    """A margin that the whole batch keeps and its parts do not; nothing is there in either for a larger one."""
+
+    def margin(level: float) -> Loss:
+        def loss(model: nn.Module, batch: Batch) -> Tensor:
+            return (token_mean(model, batch) - level).clamp(min=0)
+
+        return loss
+
+    batch = support.make_batch(LENGTHS, prompt=2)
+    probed = check(token_mean, batch)
+    assert probed is not None
+    with torch.no_grad():
+        model = Model()
+        rows = torch.tensor(probed.rows)
+        level = float(token_mean(model, {name: leaf[rows] for name, leaf in batch.items()})) + 1e-6
+    with pytest.raises(GradientCheckError, match="couples rows"):
+        check(margin(level), batch)
+    for nothing in (margin(1e3), lambda model, batch: model.losses(batch).sum() * 0):
+        outcome = check(nothing, batch)
+        assert outcome is not None
+        assert (outcome.told, outcome.final) == (False, False)
+        assert "zero or not finite" in outcome.words
+
+
+@pytest.mark.parametrize("without_loss", [[2, 5, 8], []])
+def test_ranks_run_as_many_rows_in_each_pass(without_loss: list[int]) -> None:
+    """A step may gather what its rows give, so all ranks run as many rows, unlabelled or not."""
+    both, rows, found = ranks.Ranks(2), ([], []), {}
+    batches = [
+        support.make_batch(LENGTHS, prompt=2, without_loss=without_loss),
+        support.make_batch(LENGTHS[4:], seed=1),
+    ]
+
+    def run(rank: int) -> None:
+        def loss(model: nn.Module, batch: Batch) -> Tensor:
+            rows[rank].append(len(batch["labels"]))
+            return token_mean(model, batch)
+
+        found[rank] = check(loss, batches[rank], more={"exchange": both.exchange_of(rank)})
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0].told
+    assert found[0].words == found[1].words
+    assert rows[0] == rows[1]
+    assert set(found[0].rows) & set(without_loss) or not without_loss
+    assert max(rows[0][3:]) == (3 if without_loss else 1), "rows without loss beside another one, all others alone"
+
+
+def test_what_is_run_costs_no_more_than_three_times_its_slots() -> None:
+    """And no pass is larger than the budget."""
+    for lengths in (LENGTHS, [30, 3, 3, 3, 3, 3], [6] * 8, [9, 4]):
+        slots: list[int] = []
+
+        def loss(model: nn.Module, batch: Batch, slots: list[int] = slots) -> Tensor:
+            slots.append(batch["labels"].numel())
+            return token_mean(model, batch)
+
+        outcome = check(loss, support.make_batch(lengths, prompt=2))
+        assert outcome is not None
+        assert max(slots) <= BUDGET
+        assert sum(slots) <= 3 * slots[0] + 2 * max(lengths), "and a row trimmed and wide, at most"
+        assert len(slots) <= 3 + len(outcome.rows) + 2
+    assert len(slots) == 3, "two rows are in groups of one"
