@@ -310,8 +310,11 @@ class _Check:
         may = isinstance(passes, LocalPasses) and not self._is_joint and twice <= budget
         if self._any(not (may and may_run_in_float32(self._module))):
             return None
-        halves = self._together(lambda: passes.split(weights))
-        if self._any(not passes.difference(halves, came, self._limit)[0] <= self._limit):
+        try:
+            halves = passes.split(weights)
+        except Exception:  # to be raised where it can be explained
+            halves = None
+        if self._any(halves is None or not passes.difference(halves, came, self._limit)[0] <= self._limit):
             return None
         parts, passes.parts = passes.parts, None
         passes.in_float32, passes.saw_half, exact = True, False, None
