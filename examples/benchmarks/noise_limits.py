@@ -80,8 +80,8 @@ def build(name: str) -> nn.Module:
 class Step:
     """Token-mean cross-entropy; tokens of odd classes weigh `classes`, and so does what it is divided by."""
 
-    def __init__(self, model: nn.Module, is_mixed: bool) -> None:
-        self.model, self.is_mixed, self.classes = model, is_mixed, 1.0
+    def __init__(self, model: nn.Module, is_mixed: bool, tried: Sequence[float]) -> None:
+        self.model, self.is_mixed, self.tried, self.classes = model, is_mixed, tried, 1.0
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
         """The loss."""
@@ -126,12 +126,12 @@ def probe_once(step: Step, seed: int, longest: int, vocabulary: int) -> Iterator
         again = rounded_otherwise(passes)
         exact = {"exact": far(passes.split(weights), came), "spread": far(again, came)}
         limit = measured_limit(passes, again, came, exchange_alone)
-        before = faults(step, passes, probe, table, weights, came, HALF_LIMIT)
+        before = after = faults(step, passes, probe, table, weights, came, HALF_LIMIT)
         if step.is_mixed:
             passes.in_float32, passes.parts, limit = True, None, Tolerance.for_(()).limit
             came = passes.came()
             exact["exact"] = far(passes.split(weights), came, limit)
-        after = faults(step, passes, probe, table, weights, came, limit)
+            after = faults(step, passes, probe, table, weights, came, limit)
         yield exact | {"limit": limit, "kind": "none", "size": 0.0}
         for (kind, size, value), (_, _, now) in zip(before, after, strict=True):
             yield {"kind": kind, "size": size, "before": value > HALF_LIMIT, "after": now > limit}
@@ -167,10 +167,10 @@ def faults(
         share_now = [w * (heavier if k == 0 else 1.0) for k, w in enumerate(share)]
         found.append(("one row weighs, times", heavier, far(combine(alone, share_now), combine(alone, share))))
     parts = passes.parts
-    for step.classes in CLASSES:
-        passes.parts = None
+    for classes in step.tried:
+        step.classes, passes.parts = classes, None
         whole = passes.came()
-        found.append(("class weights, of every other class", step.classes, far(passes.split(weights), whole)))
+        found.append(("class weights, of every other class", classes, far(passes.split(weights), whole)))
     step.classes, passes.parts = 1.0, parts
     return found
 
@@ -216,13 +216,15 @@ def main() -> int:
     parser.add_argument("--precisions", nargs="+", choices=("bf16", "mixed"), default=("bf16", "mixed"))
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--longest", type=int, default=48, help="tokens of the longest row (default 48)")
+    parser.add_argument("--without-classes", action="store_true", help="leave class weights out, half of the passes")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     everything, fine = [], True
     for name in arguments.models:
         for precision in arguments.precisions:
             model = build(name).train()
-            step = Step(model.bfloat16() if precision == "bf16" else model, precision == "mixed")
+            tried = () if arguments.without_classes else CLASSES
+            step = Step(model.bfloat16() if precision == "bf16" else model, precision == "mixed", tried)
             vocabulary = VOCABULARY if name != "smollm2" else 40_000
             lines: list[dict[str, Any]] = []
             for seed in range(arguments.seeds):

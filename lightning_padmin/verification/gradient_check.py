@@ -381,8 +381,11 @@ class _Check:
         may = isinstance(passes, LocalPasses) and not self._is_joint and twice <= budget
         if self._any(not (may and may_run_in_float32(self._module))):
             return None
-        halves = self._together(lambda: passes.split(weights))
-        if self._any(not passes.difference(halves, came, self._limit)[0] <= self._limit):
+        try:
+            halves = passes.split(weights)
+        except Exception:  # to be raised where it can be explained
+            halves = None
+        if self._any(halves is None or not passes.difference(halves, came, self._limit)[0] <= self._limit):
             return None
         parts, passes.parts = passes.parts, None
         passes.in_float32, passes.saw_half, exact = True, False, None
@@ -468,29 +471,26 @@ class _Check:
         has_padding = bool((self._table.length < self._table.widths).any())
         if self.heard is None or not self._any(has_padding):
             return judged
-        value, names, where = self._moved(self.filled, found, values)
-        if self._any(bool(names)):
-            # What moves by itself tells nothing.
-            again, anyway, _ = self._moved(None, found, values)
-            names = [name for name in names if name not in anyway] if not 4 * again >= value else []
+        apart, where = self._moved(self.filled, found, values)
+        if self._any(bool(apart)):
+            anyway, _ = self._moved(None, found, values)
+            apart = {name: value for name, value in apart.items() if name not in anyway}  # what moves by itself is left
         self._heard_names = named_values(values)
-        if not names:
+        if not apart:
             return judged
-        matching = sum(1 << k for k, name in enumerate(self._heard_names) if name in names)
-        return replace(judged, status=Status.OUTPUTS, matching=matching, difference=value, parameter=where)
+        matching = sum(1 << k for k, name in enumerate(self._heard_names) if name in apart)
+        return _Verdict(Status.OUTPUTS, matching, max(apart.values()), where)
 
     def _moved(
         self, within: Callable[[], AbstractContextManager[Any]] | None, found: Sketches, values: Mapping[str, Tensor]
-    ) -> tuple[float, list[str], str]:
-        """By how much another joint pass is apart at most, in which values, and where in gradients."""
+    ) -> tuple[dict[str, float], str]:
+        """By how much each value is apart in another joint pass, where it is, and the parameter that is most."""
         passes, heard = self._passes, self.heard
         assert heard is not None
         again = self._together(lambda: passes.split([]) if within is None else passes.through(within))
         apart = moved(heard.take(), values)
         value, where = passes.difference(again, found, self._limit)
-        if not value <= STILL:
-            apart[GRADIENTS] = value
-        return max(apart.values(), default=0.0), list(apart), where
+        return apart | ({} if value <= STILL else {GRADIENTS: value}), where
 
     def _of_single_rows(self, judged: _Verdict, found: Sketches) -> _Verdict:
         """Whether rows alone make up what groups of them do; where a row alone cannot run, two other groups.

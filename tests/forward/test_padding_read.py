@@ -57,7 +57,7 @@ class Step:
             loss = loss + SMALL * hidden.square().mean()
         if self.use == "accuracy":
             hits = (logits.argmax(-1) == batch["input_ids"]).double()
-            self.logged = {"accuracy": (hits * weight).sum() / weight.sum(), "words": "no number"}
+            self.logged = {"accuracy": (hits * weight).sum() / weight.sum(), "words": "none", "calls": self.count}
         if self.use == "random":
             loss = loss * torch.rand(())
         return loss
