@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,7 +260,8 @@ def test_both_processes_end_when_one_raises_in_a_micro_batch(tmp_path: Path) -> 
 def run_example(*arguments: str) -> list[str]:
     """The lines that name a step."""
     file = Path(__file__).parents[2] / "examples" / "fabric_loop.py"
-    done = processes.run(file, "--steps", 2, *arguments, timeout=120)
+    command = [sys.executable, str(file), "--steps", "2", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [line for line in done.stdout.splitlines() if line.startswith("step ")]
 

@@ -32,7 +32,7 @@ SCENARIOS = {
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     output = tmp_path_factory.mktemp("trl") / "result.out"
     return processes.results(
-        WORKER, output, "ddp", *SCENARIOS, "equal_weights", "one_rank_refuses", "out_of_memory", timeout=280, fresh=True
+        WORKER, output, "ddp", *SCENARIOS, "equal_weights", "one_rank_refuses", "out_of_memory", timeout=280
     )
 
 
@@ -110,7 +110,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
         if kind not in done:
             output = tmp_path_factory.mktemp(kind) / "result.out"
             names = (*SHARDED, "equal_weights", "one_rank_refuses")
-            done[kind] = processes.results(WORKER, output, kind, *names, timeout=280, fresh=True)
+            done[kind] = processes.results(WORKER, output, kind, *names, timeout=280)
         return done[kind]
 
     return run

@@ -23,7 +23,7 @@ FEW_ROWS = {"4 and 2": ([8] * 4, [3, 3]), "3 and 1": ([8, 7, 7], [2]), "1 and 5"
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Ranks that wait for each other are killed at the timeout, and the test fails."""
-    return processes.results(WORKER, tmp_path_factory.mktemp("reports") / "result.out", *NAMES, timeout=200, fresh=True)
+    return processes.results(WORKER, tmp_path_factory.mktemp("reports") / "result.out", *NAMES, timeout=200)
 
 
 def worst(result: dict[str, Any]) -> float:
