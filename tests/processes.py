@@ -1,36 +1,153 @@
-"""Starting one process per rank, with a timeout for all of them."""
+"""Starting one process per rank, with a timeout for all of them; scripts in processes that are forked or fresh."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 Ranks = list[dict[str, Any]]
+ENVIRONMENT = dict(os.environ)  # without what single tests change
 
 
-def start(worker: Path, *arguments: object, ranks: int = 2) -> list[subprocess.Popen[str]]:
-    """`python worker arguments...`, once for each rank, with a free port on this machine."""
+class Server:
+    """Forks processes that have the frameworks already; see `fork_server`."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="forked")
+        self.count = 0
+        with (Path(self.folder.name) / "said").open("w") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+                env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **ENVIRONMENT},
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=said,
+                text=True,
+            )
+        atexit.register(self.end)
+
+    def ask(self, task: dict[str, Any]) -> Path:
+        """The folder of a process that starts with the task."""
+        folder = Path(self.folder.name) / str(self.count)
+        folder.mkdir()
+        self.count += 1
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(task | {"folder": str(folder)}) + "\n")
+        self.process.stdin.flush()
+        return folder
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.folder.cleanup()
+
+
+@functools.cache
+def server(which: int) -> Server:
+    """One for the first rank and one for the others: processes of one server have the same hash seed."""
+    return Server()
+
+
+class Forked:
+    """Of `subprocess.Popen`, what tests need, for a script in a process that is forked off a server."""
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        which: int = 0,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        merged: bool = True,
+    ) -> None:
+        self.args = [str(each) for each in arguments]
+        self.server = server(which)
+        env, cwd = dict(os.environ if env is None else env), cwd or Path.cwd()
+        self.folder = self.server.ask({"arguments": self.args, "env": env, "cwd": str(cwd), "merged": merged})
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (self.folder / "code").exists():
+            self.returncode = int((self.folder / "code").read_text())
+        if self.returncode is None:
+            assert self.server.process.poll() is None, (self.folder.parent / "said").read_text()[-4000:]
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self.args, timeout, self.read("stdout"), self.read("stderr"))
+            time.sleep(0.02)
+        assert self.returncode is not None
+        return self.returncode
+
+    def read(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text() if file.exists() else ""
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self.wait(timeout)
+        return self.read("stdout"), self.read("stderr")
+
+    def kill(self) -> None:
+        """With the processes that it has started."""
+        if self.poll() is None and (self.folder / "pid").exists():
+            os.killpg(int((self.folder / "pid").read_text()), signal.SIGKILL)
+
+
+def run(
+    *arguments: object, timeout: float, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run([sys.executable, *arguments])` in a forked process, with its output as text."""
+    process = Forked(arguments, env=env, cwd=cwd, merged=False)
+    try:
+        output, errors = process.communicate(timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.wait(1), output, errors)
+
+
+def start(
+    worker: Path, *arguments: object, ranks: int = 2, fresh: bool = False
+) -> Sequence[subprocess.Popen[str] | Forked]:
+    """`python worker arguments...`, once for each rank, with a free port on this machine.
+
+    Fresh processes import everything themselves, forked ones have the frameworks.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
-    command = [sys.executable, str(worker), *map(str, arguments)]
+    command = [str(worker), *map(str, arguments)]
+    if not fresh:
+        return [Forked(command, min(rank, 1), common | {"LOCAL_RANK": str(rank)}) for rank in range(ranks)]
     return [
         subprocess.Popen(
-            command, env=common | {"LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, *command],
+            env=common | {"LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(ranks)
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout: float) -> list[tuple[int, str]]:
+def finish(processes: Sequence[subprocess.Popen[str] | Forked], timeout: float) -> list[tuple[int, str]]:
     """Exit code and output of every process; kills what outlives the timeout, and fails."""
     end = time.monotonic() + timeout
     try:
@@ -39,11 +156,12 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float) -> list[tuple
         for process in processes:
             if process.poll() is None:
                 process.kill()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    codes = [process.poll() for process in processes]
+    return [(-1 if code is None else code, output) for code, output in zip(codes, outputs, strict=True)]
 
 
-def results(worker: Path, output: Path, *arguments: object, timeout: float = 240) -> Ranks:
+def results(worker: Path, output: Path, *arguments: object, timeout: float = 240, fresh: bool = False) -> Ranks:
     """What the ranks of a worker that succeeds have saved beside `output`."""
-    for code, text in finish(start(worker, output, *arguments), timeout):
+    for code, text in finish(start(worker, output, *arguments, fresh=fresh), timeout):
         assert code == 0, text[-6000:]
     return [torch.load(output.with_suffix(f".rank{rank}.pt"), weights_only=False) for rank in range(2)]

@@ -217,7 +217,7 @@ def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 WITHOUT_OPTIONAL_PACKAGES = """
-import sys
+import contextlib, io, json, sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -226,34 +226,37 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 from lightning_padmin.cli.commands import main
-sys.exit(main(sys.argv[1:]))
+found = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = main(["diagnose", *arguments])
+    found.append([code, output.getvalue(), errors.getvalue()])
+print(json.dumps(found))
 """
+NEEDED = [
+    (["rows.parquet"], "reading rows.parquet needs pyarrow"),
+    (["some/data"], "some/data is no file here, and reading it from the hub needs datasets"),
+    (["lengths.csv", "--plot", "a.png"], "--plot needs matplotlib"),
+    (["text.jsonl", "--tokenizer", "gpt2"], "--tokenizer gpt2 needs transformers"),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["lengths.csv"], None),
-        (["rows.jsonl"], None),
-        (["rows.parquet"], "reading rows.parquet needs pyarrow"),
-        (["some/data"], "some/data is no file here, and reading it from the hub needs datasets"),
-        (["lengths.csv", "--plot", "a.png"], "--plot needs matplotlib"),
-        (["text.jsonl", "--tokenizer", "gpt2"], "--tokenizer gpt2 needs transformers"),
-    ],
-)
-def test_core_dependencies_are_enough_for_json_and_csv(arguments: list[str], said: str | None, tmp_path: Path) -> None:
+def test_core_dependencies_are_enough_for_json_and_csv(tmp_path: Path) -> None:
     (tmp_path / "lengths.csv").write_text("length\n3\n1\n5\n")
     (tmp_path / "rows.jsonl").write_bytes(_jsonl(IDS))
     (tmp_path / "text.jsonl").write_bytes(_jsonl([{"text": "a"}]))
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    command = [sys.executable, "-c", WITHOUT_OPTIONAL_PACKAGES, "diagnose", *arguments]
+    wanted = [["lengths.csv"], ["rows.jsonl"], *(arguments for arguments, _ in NEEDED)]
+    command = [sys.executable, "-c", WITHOUT_OPTIONAL_PACKAGES, json.dumps(wanted)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    if said is None:
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "3 rows, 9 tokens" in done.stdout
-    else:
-        assert done.returncode == 2
-        assert done.stderr == f'padmin diagnose: {said}: pip install "lightning-padmin[diagnose]"\n'
+    assert (done.returncode, done.stderr) == (0, "")
+    csv, rows, *others = json.loads(done.stdout)
+    for code, output, errors in (csv, rows):
+        assert (code, errors) == (0, "")
+        assert "3 rows, 9 tokens" in output
+    for (_, said), (code, _, errors) in zip(NEEDED, others, strict=True):
+        assert code == 2
+        assert errors == f'padmin diagnose: {said}: pip install "lightning-padmin[diagnose]"\n'
 
 
 @pytest.mark.slow

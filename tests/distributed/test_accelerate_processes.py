@@ -56,7 +56,8 @@ def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Get:
     def run(kind: str) -> Ranks:
         if kind not in done:
             output, count = tmp_path_factory.mktemp(kind) / "result.out", 1 if kind == "one" else 2
-            started = processes.start(WORKER, output, kind, *SCENARIOS[kind], ranks=count)
+            fresh = kind.startswith("zero")
+            started = processes.start(WORKER, output, kind, *SCENARIOS[kind], ranks=count, fresh=fresh)
             for code, text in processes.finish(started, timeout=200):
                 assert code == 0, text[-6000:]
             files = [output.with_suffix(f".rank{rank}.pt") for rank in range(count)]

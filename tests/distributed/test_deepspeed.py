@@ -38,7 +38,7 @@ def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Ranks]
     def run(stage: int) -> Ranks:
         if stage not in done:
             output = tmp_path_factory.mktemp(f"stage{stage}") / "result.out"
-            done[stage] = [rank[stage] for rank in processes.results(WORKER, output, stage)]
+            done[stage] = [rank[stage] for rank in processes.results(WORKER, output, stage, fresh=True)]
         return done[stage]
 
     return run

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 
 WORKER = Path(__file__).with_name("gone_worker.py")
@@ -33,8 +32,7 @@ Found = dict[str, list[dict[str, Any]]]
 
 def run(tmp_path: Path, scenarios: list[str], timeout: float = 1500) -> Found:
     output = tmp_path / "found.json"
-    command = [sys.executable, str(WORKER), str(output), *scenarios]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    done = processes.run(WORKER, output, *scenarios, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     found: Found = json.loads(output.read_text())
     return found

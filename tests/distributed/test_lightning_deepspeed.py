@@ -21,7 +21,7 @@ def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Ranks]
     def run(stage: int) -> Ranks:
         if stage not in done:
             output = tmp_path_factory.mktemp(f"stage{stage}") / "result.out"
-            done[stage] = processes.results(WORKER, output, stage)
+            done[stage] = processes.results(WORKER, output, stage, fresh=True)
         return done[stage]
 
     return run

@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("trainer_worker.py")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return processes.results(WORKER, tmp_path_factory.mktemp("trainer") / "result.out")
+    return processes.results(WORKER, tmp_path_factory.mktemp("trainer") / "result.out", fresh=True)
 
 
 def worst(result: dict[str, Any]) -> float:

@@ -21,7 +21,7 @@ def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]
     def run(kind: str) -> Ranks:
         if kind not in done:
             output = tmp_path_factory.mktemp(kind) / "result.out"
-            done[kind] = processes.results(WORKER, output, kind, "sft", "dpo", "reads", timeout=200)
+            done[kind] = processes.results(WORKER, output, kind, "sft", "dpo", "reads", timeout=200, fresh=True)
         return done[kind]
 
     return run

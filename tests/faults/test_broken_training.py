@@ -351,7 +351,7 @@ def test_one_callback_in_two_trainers_with_models_of_their_own(failing: bool) ->
 def test_both_ranks_end_when_the_loader_of_one_raises(scenario: str, tmp_path: Path) -> None:
     """In the middle of an epoch; the other rank waits in its next exchange until the connection is gone."""
     (code_0, text_0), (code_1, text_1) = processes.finish(
-        processes.start(WORKER, tmp_path / "result.out", scenario), timeout=55
+        processes.start(WORKER, tmp_path / "result.out", scenario, fresh=True), timeout=55
     )
     assert code_0 != 0
     assert code_1 != 0

@@ -353,7 +353,7 @@ def test_a_chunk_with_images_runs_last() -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> processes.Ranks:
-    return processes.results(WORKER, tmp_path_factory.mktemp("trl") / "result.out", timeout=240)
+    return processes.results(WORKER, tmp_path_factory.mktemp("trl") / "result.out", timeout=240, fresh=True)
 
 
 @pytest.mark.slow
