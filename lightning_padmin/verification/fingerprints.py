@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 _ZERO, _ONE, _NEGATIVE, _POSITIVE = "zero", "one", "negative", "not negative"
 _WHOLE, _PARTIAL = "all entries", "some entries"
@@ -237,9 +238,15 @@ def fingerprint(loss: Tensor, *, most: int = 512, stop: Collection[Any] = ()) ->
         most: operations that are looked at.
         stop: `grad_fn`s of the model's outputs, where they are known; these and what is below is left out.
     """
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return _fingerprint(loss, most, frozenset(stop))
+
+
+def _fingerprint(loss: Tensor, most: int, stop: frozenset[Any]) -> Fingerprint:
+    """Outside of modes: under one, a saved number does not lie where it is looked for."""
     found: list[_Key] = []
     waiting: dict[tuple[torch.device, torch.dtype], list[tuple[_Unread, Tensor]]] = {}
-    for node, how in _walk(loss.grad_fn, most, frozenset(stop)):
+    for node, how in _walk(loss.grad_fn, most, stop):
         operation = how.name or node.name()
         found.append((operation, "", "", ""))
         for name, value, judge, *operand in _saved(node, how) if how.readers else ():
