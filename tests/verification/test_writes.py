@@ -123,6 +123,11 @@ def timed(m: Model, loss: Tensor, batch: Any) -> None:
     m.took = time.perf_counter() - m.started
 
 
+def of_metric(m: Model, loss: Tensor, batch: Any) -> None:
+    m.metric.update(loss.detach().float())
+    m.last = float(m.metric.mean_value)
+
+
 ADVANCES: dict[str, tuple[Write, str]] = {
     "counter": (set_(count=lambda m, *_: m.count + 1), "'count'"),
     "annealed": (set_(beta=lambda m, *_: min(1.0, m.beta + 0.05)), "'beta'"),
@@ -161,6 +166,7 @@ WRITES_ANEW: dict[str, Write] = {
     "random": set_(last=lambda *_: torch.rand(3)),
     "time": timed,
     "text": set_(last=lambda *_: f"{time.time_ns()}"),
+    "of a metric": of_metric,
     "metric": lambda m, loss, _: m.metric.update(loss.detach().float()),
     # Sums over tokens and rows are what they are without a split.
     "tokens": lambda m, loss, batch: m.seen.update(tokens=m.seen["tokens"] + int((batch["labels"] != -100).sum())),
