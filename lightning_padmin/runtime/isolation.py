@@ -186,10 +186,11 @@ class ModuleState:
         return [change for look in self._looks for change in look()]
 
     def restart(self) -> None:
-        """Puts random generators back, and nothing else: what runs next draws what the first pass drew."""
+        """Puts random generators and what `changes` leave out back: what runs next finds them as the first pass did."""
         self._random.restore()
-        for undo in self._restarts:
-            undo()
+        with torch.no_grad():
+            for undo in self._restarts:
+                undo()
 
     def _drop_gradients(self) -> None:
         for p, _ in self._gradients:

@@ -84,7 +84,7 @@ class Keeper:
         looks: functions that tell what differs now, and where; not of random generators, flags and hooks, of
             torchmetrics objects, which frameworks look after, of what libraries keep in a holder, and of attributes
             that a class names in `padmin_per_call`.
-        restarts: those of `undo` that put random generators back.
+        restarts: functions that put back random generators, and what `looks` leave out.
         leaves: parameters and other tensors that gradients may be accumulated into.
     """
 
@@ -124,6 +124,11 @@ class Keeper:
             if id(value) not in self._seen:
                 self._seen.add(id(value))
                 self._value(value, crowd, path)
+
+    def _keep(self, undo: Undo, path: str | None) -> None:
+        self.undo.append(undo)
+        if path is None:
+            self.restarts.append(undo)
 
     def _later(self, value: Any, crowd: int, path: str | None, name: object, is_attribute: bool = True) -> None:
         if not isinstance(value, _ATOMS) and id(value) not in self._seen:
@@ -189,7 +194,9 @@ class Keeper:
             for each in inner:
                 each()
 
-        self.undo.append(undo)
+        self._keep(undo, path)
+        if path is not None and per_call:
+            self.restarts.append(lambda: _set_some(vars(module), kept, per_call - _OF_EVERY_MODULE))
         if path is not None:
             parts = [(each, dict(vars(module)[each])) for each in _PARTS if each in names]
 
@@ -216,7 +223,9 @@ class Keeper:
             if tensor.is_leaf and tensor.requires_grad is not flag:
                 tensor.requires_grad_(flag)
 
-        self.undo.append(undo)
+        self._keep(undo, path)
+        if path is None:
+            self.restarts.append(lambda: self._writes.put_back(alias))
         # What gathers parameters writes into them, but not into shards that are tensors of their own.
         if path is not None and not (is_weight and self._is_sharded and not hasattr(tensor, "to_local")):
 
@@ -236,7 +245,7 @@ class Keeper:
             if array.flags.writeable:
                 array[...] = copy
 
-        self.undo.append(undo)
+        self._keep(undo, path)
         if path is not None:
 
             def look() -> Iterator[Change]:
@@ -267,7 +276,7 @@ class Keeper:
     def _container(self, value: Any, crowd: int, path: str | None, base: Any = None) -> None:
         base = base or _base(value)
         if base.__len__(value) <= self._left:
-            self.undo.append(_refill(value, base))
+            self._keep(_refill(value, base), path)
             if path is not None:
                 self.looks.append(_look_into(value, base, path))
             self._items(_entries(value, base), crowd, path)
@@ -293,8 +302,9 @@ class Keeper:
             for name, value in kept.items():
                 if name not in skip:
                     self._later(value, crowd + len(kept), None if name in unnamed else path, name)
-            self.undo.append(lambda: _set_attributes(attributes, kept))
+            self._keep(lambda: _set_attributes(attributes, kept), path)
             if path is not None:
+                self.restarts.append(lambda: _set_some(attributes, kept, unnamed))
                 self.looks.append(lambda: of_mapping(path, attributes, kept, attributes.__setitem__, unnamed))
         for kind in type(holder).__mro__:
             for slot in [each for each in vars(kind).values() if isinstance(each, MemberDescriptorType)]:
@@ -305,7 +315,7 @@ class Keeper:
             value = slot.__get__(holder, type(holder))
             slot.__set__(holder, value)
             self._later(value, crowd + 1, path, slot.__name__)
-            self.undo.append(lambda: slot.__set__(holder, value))
+            self._keep(lambda: slot.__set__(holder, value), path)
             where = below(path, slot.__name__)
             if where is not None:
 
@@ -394,6 +404,14 @@ def _set_attributes(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
     for name in [each for each in attributes if each not in kept]:
         del attributes[name]
     attributes.update(kept)
+
+
+def _set_some(attributes: dict[str, Any], kept: dict[str, Any], names: Collection[str]) -> None:
+    for name in names:
+        if name in kept:
+            attributes[name] = kept[name]
+        else:
+            attributes.pop(name, None)
 
 
 def _base(value: Any) -> Any:

@@ -108,6 +108,12 @@ class Writes:
         kept = (self._kept.get(storage._cdata) for storage in _storages(tensor))
         return any(each.has_changed for each in kept if each is not None)
 
+    def put_back(self, tensor: Tensor) -> None:
+        """Puts the storages of one tensor back."""
+        for storage in _storages(tensor):
+            if storage._cdata in self._kept:
+                self._kept[storage._cdata].put_back()
+
     def restore(self) -> None:
         """Puts everything back; may be called again."""
         for kept in self._kept.values():

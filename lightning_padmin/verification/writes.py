@@ -9,7 +9,7 @@ leaves what it leaves on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -200,7 +200,7 @@ class WriteSearch:
         self._passes, self._parts = passes, parts
         self.found: list[str] = []
         self._after: list[dict[str, Any]] = []
-        self._open: dict[str, Tensor] = {}
+        self._open: dict[str, list[Tensor]] = {}
 
     def twice(self) -> None:
         """Two calls on the same rows."""
@@ -216,7 +216,8 @@ class WriteSearch:
         _, first, second = self._after
         self.found = _differing(first, second)
         again = [c for c in seen if c.path in first and c.path not in self.found]
-        self._open = {c.path: c.before for c in again if _can_move(c.before)}
+        movable = {c.path: list(_movable(c.before, frozenset())) for c in again}
+        self._open = {path: tensors for path, tensors in movable.items() if tensors}
 
     @property
     def is_open(self) -> bool:
@@ -229,7 +230,7 @@ class WriteSearch:
 
         def look(k: int, state: ModuleState) -> None:
             if k == 0:
-                for tensor in self._open.values():
+                for tensor in {id(each): each for tensors in self._open.values() for each in tensors}.values():
                     _move(tensor)
             else:
                 after.append({path: each for path, each in states(state.changes()).items() if path in self._open})
@@ -322,15 +323,15 @@ def _apart(after: Sequence[States], path: str) -> float:
     return distance(first.get(path), second.get(path))
 
 
-def _can_move(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.is_floating_point()
-        and not value.requires_grad
-        and value.layout is torch.strided
-        and value.device.type != "meta"
-        and value.numel() > 0
-    )
+def _movable(value: Any, above: Set[int]) -> Iterator[Tensor]:
+    """Floating tensors inside of a value that are not trained."""
+    if isinstance(value, Tensor):
+        is_plain = value.layout is torch.strided and value.device.type != "meta" and value.is_floating_point()
+        if is_plain and not value.requires_grad and value.numel():
+            yield value
+    elif isinstance(value, list | tuple | dict) and id(value) not in above and len(value) <= _MOST_ITEMS:
+        for each in (_entries(value) or {}).values():
+            yield from _movable(each, above | {id(value)})
 
 
 def _move(tensor: Tensor) -> None:

@@ -49,7 +49,9 @@ class Model(nn.Module):
         self.progress, self.history = Progress(), np.zeros(4)
         self.register_buffer("queue", torch.zeros(16, dtype=torch.float64))
         self.register_buffer("frozen", torch.ones(600, 10, dtype=torch.float64))
+        self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("scale", torch.full((3,), 0.5, dtype=torch.float64))
+        self.shadow = [p.detach().clone() for p in self.net.parameters()]
         self.bank: Any = None
         self.cache: dict[Any, Any] = {}
         self.last: Any = None
@@ -90,6 +92,10 @@ def ema_of_data(m: Model, loss: Tensor, batch: Any) -> None:
         mine.data = mine.data * 0.999 + theirs.data * 0.001
 
 
+def shadow(m: Model, loss: Tensor, batch: Any) -> None:
+    m.shadow = [0.9 * mine + 0.1 * theirs.detach() for mine, theirs in zip(m.shadow, m.net.parameters(), strict=True)]
+
+
 def enqueue(m: Model, loss: Tensor, batch: Any) -> None:
     m.queue[m.count % 16] = loss.detach()
     m.count += 1
@@ -112,7 +118,14 @@ def cached(m: Model, loss: Tensor, batch: Any) -> Tensor:
 
 
 def timed(m: Model, loss: Tensor, batch: Any) -> None:
-    m.took, m.started = time.perf_counter() - m.started, time.perf_counter()
+    m.started = time.perf_counter()
+    sum(range(1000))
+    m.took = time.perf_counter() - m.started
+
+
+def of_metric(m: Model, loss: Tensor, batch: Any) -> None:
+    m.metric.update(loss.detach().float())
+    m.last = float(m.metric.mean_value)
 
 
 ADVANCES: dict[str, tuple[Write, str]] = {
@@ -122,6 +135,8 @@ ADVANCES: dict[str, tuple[Write, str]] = {
     "average": (set_(beta=lambda m, loss, _: 0.9 * m.beta + 0.1 * loss.item()), "'beta'"),
     "teacher": (ema, "'teacher.*embedding.weight', .* more"),
     "teacher by data": (ema_of_data, "'teacher.*embedding.weight', .* more"),
+    "averages in a list": (shadow, "'shadow'"),
+    "buffer of steps": (lambda m, *_: m.steps.add_(1), "'steps'"),
     "list": (lambda m, loss, _: m.outs.append(loss.detach()), "'outs'"),
     "deque": (lambda m, loss, _: m.recent.append(loss.item()), "'recent'"),
     "new list": (set_(outs=lambda m, loss, _: [*m.outs, loss.item()]), "'outs'"),
@@ -151,6 +166,7 @@ WRITES_ANEW: dict[str, Write] = {
     "random": set_(last=lambda *_: torch.rand(3)),
     "time": timed,
     "text": set_(last=lambda *_: f"{time.time_ns()}"),
+    "of a metric": of_metric,
     "metric": lambda m, loss, _: m.metric.update(loss.detach().float()),
     # Sums over tokens and rows are what they are without a split.
     "tokens": lambda m, loss, batch: m.seen.update(tokens=m.seen["tokens"] + int((batch["labels"] != -100).sum())),
