@@ -21,7 +21,7 @@ MOST_ROWS = 8
 _MOST_RIDERS = 2
 _COARSE = 0.05  # a limit for half precision
 _APART = 0.1  # of shares of loss tokens and of rows, where the limit is fine
-_ENOUGH = 0.75  # loss tokens, of the most that some number of rows has: more rows tell more
+_ENOUGH = 0.95  # loss tokens, of the most that some number of rows has: more rows tell more
 _WANTED, _PREFERRED = 1000.0, 50.0
 # Which padding a row has depends on the rows beside it: no reason to take fewer rows.
 _OF_PADDING = ("padding behind rows", "rows without padding")
