@@ -129,6 +129,7 @@ class Engine:
         """A training begins."""
         self.reset()
         self._audits.begin()
+        self._couples = False
         self._may_read_padding = self.session.config.check != "off"
 
     def reset(self) -> None:

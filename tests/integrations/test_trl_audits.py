@@ -120,6 +120,14 @@ class Floods(Keeps):
         return (loss - level).abs() + level
 
 
+class AtTheEnd(Keeps):
+    """A term of the last micro-batch before an optimizer step alone, which separates over rows."""
+
+    def term(self, inputs: Any) -> Any:
+        mask = inputs["completion_mask"]
+        return 0.05 * (self.values[0] * mask).sum(1).mean() if self.accelerator.sync_gradients else 0.0
+
+
 def train(kind: type, padmin: PadMinConfig, **more: Any) -> cases.Record:
     return cases.run(cases.build(kind, PLAIN, padmin, **more))
 
@@ -145,6 +153,17 @@ def test_auto_goes_over_to_what_is_exact_before_a_window_that_needs_it(layers: t
     assert "the last look that passed was at window" in said
     assert trainer._padmin.mode == mode
     cases.same(found, cases.train(stock, PLAIN, None))
+
+
+@pytest.mark.slow
+def test_a_term_at_the_end_of_a_window_is_trained() -> None:
+    stock, ours = cases.trainers(outer=(AtTheEnd,))
+    with pytest.warns(PadMinWarning, match="mode='replay': "):
+        found = train(ours, cases.padmin())
+    wanted = cases.train(stock, PLAIN, None)
+    cases.same(found, wanted)
+    split = train(ours, cases.padmin("split", check="off"))
+    assert cases.gradient_difference(split, wanted) > 1e-3
 
 
 @pytest.mark.slow
