@@ -16,14 +16,18 @@ from lightning_padmin.errors import GradientCheckError
 from lightning_padmin.integrations.common.topology import Topology
 from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, PackStyle
 from lightning_padmin.verification import (
+    Fingerprint,
     Ledger,
     Outcome,
     PackCheck,
     PackGate,
     batch_facets,
     check_gradients,
+    fingerprint,
     model_facets,
+    plain_facets,
     row_facets,
+    what_changed,
 )
 
 if TYPE_CHECKING:
@@ -90,6 +94,7 @@ class Training:
         self.ledger = Ledger(config.audit_every) if config.check == "audit" and config.enabled else None
         self.audit_is_due = self._has_begun = False
         self._shown: tuple[set[str], dict[str, Any]] = set(), {}
+        self._losses = _Losses()
 
     @property
     def model(self) -> nn.Module:
@@ -227,7 +232,9 @@ class Training:
     def begin_step(self) -> None:
         """Another batch comes; for adapters that check it before they have it prepared or read."""
         if self.ledger is not None and not self._has_begun:
+            self.ledger.expect(self._losses.late())
             self.ledger.begin_step()
+            self._losses.begin_batch()
         self._has_begun = True
 
     def _show(self, leaves: Mapping[str, Any], schema: Schema, table: RowTable) -> bool:
@@ -240,11 +247,78 @@ class Training:
         self.ledger.show(of_batch | rows.keys())
         return self.ledger.wants
 
-    def audited(self, check: Callable[[], Outcome | None]) -> Outcome | None:
+    @property
+    def wanted(self) -> frozenset[str]:
+        """What the batch that was read last shows, and no check has seen."""
+        return frozenset() if self.ledger is None else self.ledger.new
+
+    def hear(self, loss: object, rows: Iterable[int] = ()) -> None:
+        """Notes what kind of loss a pass of training has taken; to be called before it is sent backward.
+
+        Args:
+            loss: as the step has returned it; None, or one without a graph, says nothing.
+            rows: which of the batch it is of.
+        """
+        if self.ledger is not None and isinstance(loss, Tensor) and loss.grad_fn is not None:
+            self._losses.hear(fingerprint(loss), [int(row) for row in rows])
+
+    def settle(self, audit: Callable[[Sequence[int]], Outcome | None], *, is_last: bool = True) -> None:
+        """Behind a backward pass, has the batch audited where its loss was of a new kind, before the optimizer steps.
+
+        Where other ranks take part, the next batch is audited instead, on all of them.
+
+        Args:
+            audit: checks the batch on these of its rows, among others.
+            is_last: whether it was the last pass of the batch.
+
+        Raises:
+            GradientCheckError: see `audited`.
+        """
+        ledger = self.ledger
+        if ledger is None:
+            return
+        if is_last:
+            self._losses.mix()
+        new = {facet: rows for facet, rows in self._losses.take().items() if not ledger.has_seen(facet)}
+        if not new:
+            return
+        ledger.expect(new)
+        if self.topology.world > 1:
+            return
+        ledger.show_expected()
+        rows = [row for each in new.values() for row in each]
+        self.audited(lambda: audit(rows), new)
+
+    def to_audit(self, batches: Sequence[Mapping[str, Any]]) -> int | None:
+        """For batches of one step that are neither prepared nor read: which is to be audited, if one is on any rank.
+
+        One exchange of an integer where other ranks take part.
+
+        Args:
+            batches: as collators of trainers make them.
+        """
+        if self.ledger is None:
+            return None
+        self.begin_step()
+        self._has_begun = False
+        model = self.model
+        shown = [plain_facets(batch) for batch in batches]
+        of_all = set().union(*shown) | model_facets(list(model.modules()), list(model.parameters()))
+        self.ledger.show(of_all)
+        self.audit_is_due = bool(self.topology.exchange([int(self.ledger.wants)]).any())
+        if not self.audit_is_due:
+            return None
+        new = self.ledger.new
+        most = max(range(len(batches)), key=lambda k: len(new & shown[k]))
+        self._shown = of_all - set().union(*shown) | shown[most], {}
+        return most
+
+    def audited(self, check: Callable[[], Outcome | None], seen_besides: Collection[str] = ()) -> Outcome | None:
         """Runs a check of the batch that was read last, and notes what it has seen.
 
         Args:
             check: compares gradients; all ranks run it, or none.
+            seen_besides: what counts as seen if it passes.
 
         Raises:
             GradientCheckError: training would change; in the middle of a training, it says since when.
@@ -260,6 +334,7 @@ class Training:
             return outcome
         of_batch, by_row = self._shown
         seen = {name for name, rows in by_row.items() if not outcome.rows or rows[list(outcome.rows)].any()}
+        seen |= {_loss_facet(key) for key in outcome.losses} | set(seen_besides)
         self.ledger.passed(outcome.difference, of_batch | seen)
         return outcome
 
@@ -269,7 +344,7 @@ class Training:
         assert ledger is not None
         if not ledger.audits:
             return error
-        new, since = sorted(ledger.new), ledger.step - ledger.last - 1
+        new, since = sorted(map(self._losses.words, ledger.new)), ledger.step - ledger.last - 1
         shown = f"the first with {', '.join(new[:4])}{', ...' if len(new) > 4 else ''}" if new else "looked at in turn"
         undone = f"; {since} steps since then are not undone" if since else ""
         words = f"audit of step {ledger.step} ({shown}; step {ledger.last} had passed{undone}): "
@@ -308,7 +383,11 @@ class Training:
             config: what is declared of it.
             how: see `check_gradients`.
         """
-        known: dict[str, Any] = {"exchange": self.topology.exchange, "is_sharded": self.topology.kind == "sharded"}
+        known: dict[str, Any] = {
+            "exchange": self.topology.exchange,
+            "is_sharded": self.topology.kind == "sharded",
+            "wanted": self.wanted,
+        }
         return check_gradients(loss, *read, config, self.model, **(known | how))
 
     def guard(self, micro_batches: MicroBatches, *, last: int | None = None, tells: bool = True) -> MemoryGuard:
@@ -321,3 +400,61 @@ class Training:
         """
         board = self.topology.board(micro_batches.grows and tells)
         return MemoryGuard(micro_batches, board, self.topology.rank, last)
+
+
+class _Losses:
+    """The kinds of loss that the passes of one training have taken."""
+
+    def __init__(self) -> None:
+        self._first: Fingerprint | None = None
+        self._words: dict[str, str] = {}
+        self._rows: dict[str, Sequence[int]] = {}  # of the batch, by kind
+        self._new: dict[str, Sequence[int]] = {}
+        self._unread: list[Fingerprint] = []
+
+    def begin_batch(self) -> None:
+        self._rows, self._new = {}, {}
+
+    def hear(self, found: Fingerprint, rows: Sequence[int]) -> None:
+        """Of one pass; what lies on an accelerator is read when the next batch comes, so that nothing waits for it."""
+        if found.scalars:
+            self._unread.append(found)
+            return
+        facet = self._facet(found)
+        self._rows.setdefault(facet, rows)
+        self._new.setdefault(facet, rows)
+
+    def late(self) -> list[str]:
+        """What is known now of the batch before."""
+        found = [self._facet(each) for each in self._unread]
+        self._unread.clear()
+        return found
+
+    def mix(self) -> None:
+        """Passes of one batch whose losses are of several kinds, as where flooding has begun for some, are one more."""
+        if len(self._rows) > 1:
+            facet = " beside ".join(sorted(self._rows))
+            self._words[facet] = "losses of several kinds in one batch"
+            self._new[facet] = [int(row) for rows in self._rows.values() for row in list(rows)[:2]]
+
+    def take(self) -> dict[str, Sequence[int]]:
+        """What was heard since the last time, with the rows of the batch that have it."""
+        new, self._new = self._new, {}
+        return new
+
+    def words(self, facet: str) -> str:
+        """For a user."""
+        return self._words.get(facet, facet)
+
+    def _facet(self, found: Fingerprint) -> str:
+        facet = _loss_facet(found.key)
+        if self._first is None:
+            self._first = found
+        if facet not in self._words:
+            changed = what_changed(self._first, found)
+            self._words[facet] = f"another kind of loss than at first ({changed})" if changed else "this kind of loss"
+        return facet
+
+
+def _loss_facet(key: str) -> str:
+    return f"loss {key}"

@@ -20,6 +20,7 @@ from lightning_padmin.verification import (
     difference,
     difference_over_ranks,
     dtypes_of,
+    fingerprint,
     scales,
     sizes,
     sketched_gradients,
@@ -38,11 +39,13 @@ class Apart:
         value: on the rank where that is most; the same on all ranks.
         limit: up to which they are the same but for rounding.
         where: the parameter, as the end of a sentence.
+        losses: keys of the kinds of loss on this rank, see `fingerprint`.
     """
 
     value: float
     limit: float
     where: str
+    losses: frozenset[str] = frozenset()
 
     @property
     def is_too_far(self) -> bool:
@@ -71,6 +74,7 @@ def apart(
     """
     state = ModuleState(module, holders_of(trainer), DATA_OF_TRAINERS)
     by_backward = False
+    heard = _Heard(loss)
     module.train()
     sketches: list[Sketches] = []
     tolerance = Tolerance.for_(dtypes_of(module))
@@ -79,7 +83,7 @@ def apart(
             within, no_hooks = ways[len(sketches)](), without_user_hooks(module)
             with state.watching(), without_trace(), no_hooks, without_dropout(module) as watch, within:
                 try:
-                    sketches.append(sketched_gradients(loss, module, by_backward=by_backward, again=False))
+                    sketches.append(sketched_gradients(heard, module, by_backward=by_backward, again=False))
                 except OnlyBackwardError:  # once more, when what this attempt wrote has been put back
                     by_backward = True
             tolerance = tolerance.if_half(watch.saw_half)
@@ -88,7 +92,7 @@ def apart(
         state.restore()
     value, name = difference(sketches[1], sketches[0], scales(sizes(sketches[0]), tolerance.limit))
     worst = float(all_gather_floats([value], exchange).max())
-    return Apart(worst, tolerance.limit, f"on this rank most in {name!r}")
+    return Apart(worst, tolerance.limit, f"on this rank most in {name!r}", frozenset(heard.losses))
 
 
 def apart_on_shards(
@@ -111,13 +115,13 @@ def apart_on_shards(
     state = ModuleState(model)
     model.train()
     tolerance = Tolerance.for_(dtypes_of(model))
-    sketches = []
+    sketches, heard = [], _Heard(loss)
     try:
         for way in ways:
             within, no_hooks = way(), without_user_hooks(model)
             with without_trace(), no_hooks, without_dropout(model) as watch, within:
                 with torch.enable_grad():
-                    value = loss()
+                    value = heard()
                 torch.autograd.backward(value)
                 sketches.append(sketched_shards(model))
             tolerance = tolerance.if_half(watch.saw_half)
@@ -126,7 +130,21 @@ def apart_on_shards(
         state.restore()
     tolerance = tolerance.if_half(bool(exchange([tolerance.is_half]).any()))
     worst, name = difference_over_ranks(sketches[1], sketches[0], tolerance.limit, exchange)
-    return Apart(worst, tolerance.limit, f"most in {name.replace('_fsdp_wrapped_module.', '')!r}")
+    where = f"most in {name.replace('_fsdp_wrapped_module.', '')!r}"
+    return Apart(worst, tolerance.limit, where, frozenset(heard.losses))
+
+
+class _Heard:
+    """A loss whose kinds are noted."""
+
+    def __init__(self, loss: Callable[[], Any]) -> None:
+        self._loss = loss
+        self.losses: set[str] = set()
+
+    def __call__(self) -> Any:
+        value = self._loss()
+        self.losses.add(fingerprint(value).key)
+        return value
 
 
 __all__ = ["Apart", "apart", "apart_on_shards"]

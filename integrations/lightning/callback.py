@@ -31,7 +31,14 @@ from lightning_padmin.config import (
     option_names,
     refuses_unknown_options,
 )
-from lightning_padmin.errors import ArchitectureError, ConfigError, GradientHookError, OutOfMemoryError, PeerError
+from lightning_padmin.errors import (
+    ArchitectureError,
+    ConfigError,
+    GradientCheckError,
+    GradientHookError,
+    OutOfMemoryError,
+    PeerError,
+)
 from lightning_padmin.forward import Forwards, chunked, transformers_models
 from lightning_padmin.integrations.common import Session, Topology, Training, reenters
 from lightning_padmin.integrations.lightning import loop as lightning_loop
@@ -319,7 +326,7 @@ class PadMinCallback(pl.Callback):
         """Leaves the Trainer as it was."""
         if self._belongs_to_another(trainer):
             return
-        if isinstance(exception, OutOfMemoryError | PeerError):
+        if isinstance(exception, OutOfMemoryError | PeerError | GradientCheckError):
             pl_module.zero_grad(set_to_none=True)  # of a part of a batch
         elif self._running is not None:
             self._running.give_up()
@@ -379,8 +386,11 @@ class PadMinCallback(pl.Callback):
         """The loop that stands in for the stock one."""
         training = self._training
         assert training is not None
+        assert self._check is not None
         if self.config.mode == "joint":
-            return JointOptimization(stock, self._read, lambda: self._chunked(models), lambda: training.around(0, 2))
+            return JointOptimization(
+                stock, self._read, lambda: self._chunked(models), lambda: training.around(0, 2), self._check
+            )
         return SplitOptimization(
             stock,
             self._prepare,
@@ -390,6 +400,7 @@ class PadMinCallback(pl.Callback):
             self._guard,
             training.around,
             training.look_late,
+            self._check,
         )
 
     def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:

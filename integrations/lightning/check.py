@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import nn
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
@@ -20,6 +22,7 @@ from lightning_padmin.microbatching import PackStyle
 _MOST_WITHOUT_GRADIENT = 5
 _STOP = "use PadMinCallback(enabled=False)"
 _COUPLED = "Run the model in chunks with mode='joint', or " + _STOP
+_ONCE = "in on_train_batch_end or on_before_optimizer_step (for means over an epoch: self.log)"
 _COUPLED_ELSEWHERE = (
     "Call your model through lightning_padmin.PaddedForward in training_step, and leave the callback out, or " + _STOP
 )
@@ -55,6 +58,7 @@ class FirstBatchCheck:
         self._trainer, self._session, self._training, self._config = trainer, session, training, config
         self._models, self._kept = models, kept
         self._said: set[str] = set()
+        self._batch: tuple[OrderedDict[str, Any], Schema, RowTable] | None = None
         self.module, is_on = trainer.lightning_module, config.check != "off"
         most = _MOST_WITHOUT_GRADIENT if config.check == "first-batch" else None
         self.batches = FirstBatches(is_on, most_without_gradient=most)
@@ -73,6 +77,7 @@ class FirstBatchCheck:
         Raises:
             GradientCheckError: training would change; on all ranks, with the same message.
         """
+        self._batch = kwargs, schema, table
         if self.batches.is_due:
             self._check(kwargs, schema, table)
         elif self._training.audit_is_due:
@@ -81,6 +86,20 @@ class FirstBatchCheck:
                 self._say(outcome)
         if shows_first and self.batches.first_is_open:
             self.batches.heard_of_first_labels(self._outcome(kwargs, schema, table, first_labels=True))
+
+    def hear(self, loss: object, rows: Iterable[int] = ()) -> None:
+        """See `Training.hear`."""
+        self._training.hear(loss, rows)
+
+    def settle(self, *, is_last: bool) -> None:
+        """Behind a backward pass: audits the batch where its loss was of a new kind.
+
+        Raises:
+            GradientCheckError: training would change; the gradients so far are of no use.
+        """
+        if self._batch is not None:
+            kwargs, schema, table = self._batch
+            self._training.settle(lambda rows: self._outcome(kwargs, schema, table, prefer=rows), is_last=is_last)
 
     def _check(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
         batches = self.batches
@@ -118,7 +137,7 @@ class FirstBatchCheck:
             self._config,
             joint=self._chunked if self._models else None,
             alone=self._alone if alone else None,
-            advice=Advice(_COUPLED if can_be_joint else _COUPLED_ELSEWHERE, _STOP),
+            advice=Advice(_COUPLED if can_be_joint else _COUPLED_ELSEWHERE, _STOP, _ONCE),
             **options,
         )
 
@@ -156,6 +175,21 @@ def _gradients(
     **how: Any,
 ) -> Outcome | None:
     # Mixed precision computes in another dtype than the parameters'.
-    tolerance = None if trainer.precision.startswith(("32", "64")) else 0.1
-    with quiet_training_step(trainer, kwargs) as loss:
-        return training.gradients(loss, read, config, tolerance=tolerance, **how)
+    is_half = not trainer.precision.startswith(("32", "64"))
+    said: dict[str, Any] = {}
+    with quiet_training_step(trainer, kwargs, said) as loss:
+        how["logged"] = lambda: _values(trainer.lightning_module, said)
+        return training.gradients(loss, read, config, is_half=is_half, **how)
+
+
+def _values(module: nn.Module, said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step has logged, and what is in the metrics that it may have updated, by name."""
+    metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+    metrics |= {name: value for name, value in said.items() if isinstance(value, Metric)}
+    values = {name: value for name, value in said.items() if not isinstance(value, Metric)}
+    for name, metric in metrics.items():
+        for key in metric._defaults:
+            state = getattr(metric, key)
+            parts = [state] if isinstance(state, Tensor) else list(state)
+            values |= {f"{name}.{key}" + f"[{k}]" * (len(parts) > 1): part for k, part in enumerate(parts)}
+    return values

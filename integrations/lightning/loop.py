@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import lightning
 import torch
@@ -78,6 +78,16 @@ Progress = Callable[[int, int], None]
 Around = Callable[[int, int], AbstractContextManager[Any]]
 
 
+class Losses(Protocol):
+    """Hears of the losses that passes of training take."""
+
+    def hear(self, loss: object, rows: Iterable[int] = ()) -> None:
+        """Of one pass, before its backward pass."""
+
+    def settle(self, *, is_last: bool) -> None:
+        """Behind the backward pass: the batch is audited where its loss was of a new kind."""
+
+
 class SplitOptimization(_AutomaticOptimization):
     """Automatic optimization with one forward and backward pass per micro-batch.
 
@@ -91,10 +101,21 @@ class SplitOptimization(_AutomaticOptimization):
         guard: what stands around the passes of a batch, for errors that all ranks should hear of.
         hooks: what stands around the passes of a micro-batch, told its index and count, for hooks on gradients.
         look: called before each backward pass, told the same, for hooks that the step has put on parameters.
+        losses: hears of the loss of each pass.
     """
 
     # So that the shared __dict__ stays the stock loop's own.
-    __slots__ = ("_guard", "_hooks", "_log_reduce", "_logged", "_look", "_prepare", "_progress", "loss_names")
+    __slots__ = (
+        "_guard",
+        "_hooks",
+        "_log_reduce",
+        "_logged",
+        "_look",
+        "_losses",
+        "_prepare",
+        "_progress",
+        "loss_names",
+    )
 
     def __init__(
         self,
@@ -106,33 +127,39 @@ class SplitOptimization(_AutomaticOptimization):
         guard: Callable[[MicroBatches], MemoryGuard],
         hooks: Around,
         look: Progress,
+        losses: Losses,
     ) -> None:
         object.__setattr__(self, "__dict__", stock.__dict__)
         self._prepare, self._progress, self._log_reduce, self._logged = prepare, progress, log_reduce, logged
         self._guard, self._hooks, self._look, self.loss_names = guard, hooks, look, LossNames()
+        self._losses = losses
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         micro_batches = self._prepare(kwargs)
         if len(micro_batches) == 1 and micro_batches.weights[0] == 1.0 and micro_batches.table.has_loss:
             self._progress(0, 1)
             whole = OrderedDict(kwargs, batch=micro_batches[0].batch)
-            return _guarded(super()._make_closure(whole, optimizer, batch_idx), self._guard(micro_batches))
+            closure = super()._make_closure(whole, optimizer, batch_idx)
+            return _guarded(closure, self._guard(micro_batches), self._losses)
         return _SplitClosure(self, micro_batches, kwargs, optimizer, batch_idx, self._guard(micro_batches))
 
 
-def _guarded(closure: Closure, guard: MemoryGuard) -> Closure:
+def _guarded(closure: Closure, guard: MemoryGuard, losses: Losses) -> Closure:
     """A closure of one pass, with what `_SplitClosure` has around each of its own."""
     step, whole = closure._step_fn, closure.closure
 
     def step_fn() -> ClosureResult:
         result = step()
         guard.forward_is_done(0)
+        losses.hear(result.closure_loss)
         return result
 
     @functools.wraps(whole)
     def run(*args: Any, **kwargs: Any) -> ClosureResult:
         with guard.around(0):
-            return whole(*args, **kwargs)
+            result = whole(*args, **kwargs)
+        losses.settle(is_last=True)
+        return result
 
     closure._step_fn, closure.closure = step_fn, run
     return closure
@@ -146,9 +173,10 @@ class JointOptimization(_AutomaticOptimization):
         prepare: reads a batch; called once per batch, before the optimizer asks for a closure.
         chunked: the context in which the training step runs.
         hooks: the context in which the whole closure runs, for hooks on gradients.
+        losses: hears of the loss.
     """
 
-    __slots__ = ("_chunked", "_hooks", "_prepare")
+    __slots__ = ("_chunked", "_hooks", "_losses", "_prepare")
 
     def __init__(
         self,
@@ -156,9 +184,10 @@ class JointOptimization(_AutomaticOptimization):
         prepare: Callable[[OrderedDict[str, Any]], Any],
         chunked: Callable[[], AbstractContextManager[Any]],
         hooks: Callable[[], AbstractContextManager[Any]],
+        losses: Losses,
     ) -> None:
         object.__setattr__(self, "__dict__", stock.__dict__)
-        self._prepare, self._chunked, self._hooks = prepare, chunked, hooks
+        self._prepare, self._chunked, self._hooks, self._losses = prepare, chunked, hooks, losses
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         self._prepare(kwargs)
@@ -167,12 +196,16 @@ class JointOptimization(_AutomaticOptimization):
 
         def step() -> ClosureResult:
             with self._chunked():
-                return whole()
+                result = whole()
+            self._losses.hear(result.closure_loss)
+            return result
 
         @functools.wraps(closed)
         def run(*args: Any, **kwargs: Any) -> ClosureResult:
             with self._hooks():
-                return closed(*args, **kwargs)
+                result = closed(*args, **kwargs)
+            self._losses.settle(is_last=True)
+            return result
 
         closure._step_fn, closure.closure = step, run
         return closure
@@ -202,7 +235,10 @@ class _SplitClosure(Closure):
         recorder = LogRecorder(self._micro_batches, self._loop._log_reduce, accumulate, names)
         results.log = torch.compiler.disable(recorder.log)  # type: ignore[no-untyped-call]  # as the original is
         try:
-            outcomes = [self._run(k, recorder) for k in range(len(self._micro_batches))]
+            outcomes = []
+            for k in range(len(self._micro_batches)):
+                outcomes.append(self._run(k, recorder))
+                self._loop._losses.settle(is_last=k == len(self._micro_batches) - 1)
         finally:
             del results.log
         recorder.replay(results.log)
@@ -233,6 +269,8 @@ class _SplitClosure(Closure):
                 self._zero_grad_fn()
             if result.closure_loss is None:
                 return None
+            if micro.has_loss and not micro.is_dummy:
+                self._loop._losses.hear(result.closure_loss, micro.rows)
             recorder.add_loss(k, result.closure_loss)
             loss = self._weighted(result.closure_loss, micro.weight)
             # Scaled precision changes the loss in place, hence the copy.
@@ -423,12 +461,15 @@ class _MutedExperiment:
 
 
 @contextmanager
-def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iterator[Callable[[Any], Tensor]]:
+def quiet_training_step(
+    trainer: Trainer, kwargs: OrderedDict[str, Any], said: dict[str, Any] | None = None
+) -> Iterator[Callable[[Any], Tensor]]:
     """The module's own training step as a function batch -> loss, which logs nothing and synchronises no gradients.
 
     Args:
         trainer: a Trainer in the middle of its training loop.
         kwargs: what training_step is called with, the batch first.
+        said: filled with what the last call would have logged, by name.
     """
     module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
     # DistributedDataParallel would take a call of its wrapper for a step; FSDP gathers parameters in it.
@@ -436,11 +477,12 @@ def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iter
     loggers, hook = trainer.loggers, module._current_fx_name
     trainer.loggers = [_Muted(logger) for logger in loggers]
     module._current_fx_name = "training_step"
-    loop, said = trainer.fit_loop.epoch_loop.automatic_optimization, dict[str, Any]()
+    loop, said = trainer.fit_loop.epoch_loop.automatic_optimization, {} if said is None else said
 
     def heard(fx: str, name: str, value: Any, **arguments: Any) -> None:
         said[name] = value
 
+    stood = vars(results).get("log")  # in the middle of a batch
     results.log = torch.compiler.disable(heard)  # type: ignore[no-untyped-call]
 
     def loss(batch: Any) -> Tensor:
@@ -457,6 +499,8 @@ def quiet_training_step(trainer: Trainer, kwargs: OrderedDict[str, Any]) -> Iter
         yield loss
     finally:
         del results.log
+        if stood is not None:
+            results.log = stood
         trainer.loggers, module._current_fx_name = loggers, hook
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,13 +40,24 @@ from lightning_padmin.integrations.common import (
     topology_of,
 )
 from lightning_padmin.integrations.transformers.support import refuse_unsupported, why_not_packed
-from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, OutOfMemoryError, PackStyle
+from lightning_padmin.microbatching import (
+    MemoryGuard,
+    MicroBatch,
+    MicroBatcher,
+    MicroBatches,
+    OutOfMemoryError,
+    PackStyle,
+)
 from lightning_padmin.stats import PaddingStats
 
 _STOP = "use PadMinConfig(enabled=False)"
 _COUPLED = (
     "Leave PadMinTrainerMixin out and call the model through lightning_padmin.PaddedForward in your own compute_loss, "
     "taking the loss of its outputs, or " + _STOP
+)
+_ONCE = (
+    "in on_step_end of a TrainerCallback, or in a training_step of a class in front of the mixin, "
+    "class MyTrainer(Mine, PadMinTrainerMixin, Trainer)"
 )
 _SUM = "A sum over num_items_in_batch"
 _FIX_OF_HOOKS = (
@@ -262,12 +273,19 @@ class Engine:
                 hooks = self._training.around(k, len(chunks))
                 with guard.around(k), hooks, self._synchronised(model, k == indices[-1]):
                     micro = chunks[k]
+
+                    def heard(loss: Tensor, k: int = k, micro: MicroBatch = micro) -> None:
+                        guard.forward_is_done(k)
+                        if micro.has_loss and not micro.is_dummy:
+                            self._training.hear(loss, micro.rows)
+
                     with (
                         self._losses.chunk(own, is_part and (alone or k != indices[-1])),
-                        self._weighted(micro.weight, partial(guard.forward_is_done, k), num_items if sums else None),
+                        self._weighted(micro.weight, heard, num_items if sums else None),
                     ):
                         total = total + stock(model, micro.batch, num_items)
-        except (OutOfMemoryError, PeerError, TrainingStepError, GradientHookError):
+                self._settle(chunks, num_items, is_last=k == len(chunks) - 1)
+        except (OutOfMemoryError, PeerError, TrainingStepError, GradientHookError, GradientCheckError):
             model.zero_grad(set_to_none=True)  # gradients of a part of a batch
             raise
         return total  # type: ignore[no-any-return]
@@ -287,9 +305,7 @@ class Engine:
             "PadMinTrainerMixin, Trainer), for which batches are split one by one; or use PadMinConfig(enabled=False)"
         )
 
-    def _weighted(
-        self, weight: float, forward_is_done: Callable[[], None], num_items: Any
-    ) -> AbstractContextManager[None]:
+    def _weighted(self, weight: float, heard: Callable[[Tensor], None], num_items: Any) -> AbstractContextManager[None]:
         """Has `compute_loss`, whichever class defines it, return its loss times the weight of the chunk.
 
         Where the loss is a sum over `num_items`, it must get that number.
@@ -300,7 +316,8 @@ class Engine:
         position, divisor = names.index("return_outputs"), names.index("num_items_in_batch")
 
         def finish(result: Any, *args: Any, **options: Any) -> Any:
-            forward_is_done()
+            returns_outputs = args[position] if len(args) > position else options.get("return_outputs", False)
+            heard(result[0] if returns_outputs else result)
             given = args[divisor] if len(args) > divisor else options.get("num_items_in_batch")
             if num_items is not None and (given is None or bool(given != num_items)):
                 raise TrainingStepError(
@@ -308,7 +325,7 @@ class Engine:
                     "is, and the loss is a sum over that number: hand it on, put the class in front of the mixin, "
                     "class MyTrainer(Mine, PadMinTrainerMixin, Trainer), or use PadMinConfig(enabled=False)"
                 )
-            if args[position] if len(args) > position else options.get("return_outputs", False):
+            if returns_outputs:
                 return (result[0] * weight, *result[1:])
             return result * weight
 
@@ -380,6 +397,16 @@ class Engine:
         if self._training.audit_is_due and not self._first.is_due:
             self._check((chunks.source, chunks.schema, chunks.table), num_items, batcher)
 
+    def _settle(self, chunks: MicroBatches, num_items: Any, *, is_last: bool) -> None:
+        """Behind a backward pass: checks the rows that are being trained on, where their loss is of a new kind."""
+        batcher = self._pooling if self.pools and num_items is not None else self._batcher
+        read = chunks.source, chunks.schema, chunks.table
+
+        def audit(rows: Sequence[int]) -> Outcome | None:
+            return self._gradients(read, num_items, batcher.config, prefer=rows)
+
+        self._training.settle(audit, is_last=is_last)
+
     def _check_means(self, inputs: Any) -> None:
         """Checks the first batch that comes without `num_items`, though the loss has been one of a sum over it."""
         if self._means_have_told:
@@ -410,6 +437,7 @@ class Engine:
         config: PadMinConfig,
         packs: PackStyle | None = None,
         first_labels: bool = False,
+        prefer: Sequence[int] | None = None,
     ) -> Outcome | None:
         trainer: Any = self._trainer
         accelerator, model = trainer.accelerator, trainer.model_wrapped
@@ -431,11 +459,13 @@ class Engine:
             read,
             config,
             own,
-            tolerance=0.1 if accelerator.mixed_precision not in ("no", None) else None,
+            is_half=accelerator.mixed_precision not in ("no", None),
             packs=packs,
             first_labels=first_labels,
+            wanted=self._training.wanted,
+            prefer=prefer,
             subtracts_lost=pools and self._subtracts_lost,
-            advice=Advice(_COUPLED, _STOP, _SUM if pools else None),
+            advice=Advice(_COUPLED, _STOP, _ONCE, _SUM if pools else None),
         )
 
     # Counts, and what is said.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ from lightning_padmin.errors import ConfigError, GradientCheckError
 from lightning_padmin.forward import Calls, Forwards, chunked
 from lightning_padmin.integrations.common import (
     Apart,
+    Outcome,
     Session,
     Topology,
     Training,
@@ -28,6 +29,7 @@ from lightning_padmin.integrations.common import (
     look_for_whole_steps,
     refuse_data_parallel,
     refuse_noise_of,
+    replaced,
     topology_of,
 )
 from lightning_padmin.integrations.trl import hooks as trl_stock
@@ -92,22 +94,44 @@ class OfflineEngine:
         def training_step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
             own, inside = self._trainer.accelerator.unwrap_model(model), backbones(self._trainer)
             look_for_whole_steps(self._training.hooks, own, [inside["model"]])
-            if not self._checked:
+            came = dict(inputs)
+            is_due = not self._is_sharded and self._training.to_audit([came]) is not None
+            if is_due or not self._checked:
                 self._checked = True
-                self._check(inputs, *args, **options)
-            with self._training.around(0, 2), self._chunked(inside) as calls:
+                self._training.audited(lambda: self._check(came, *args, **options))
+            heard = self._hearing(self._trainer.compute_loss)
+            hears = replaced(self._trainer, compute_loss=heard)
+            with self._training.around(0, 2), self._chunked(inside) as calls, hears:
                 result = stock(model, inputs, *args, **options)
+            if not self._is_sharded:
+                self._settle(own, lambda: self._check(came, *args, **options))
             self.session.count(replace(calls.total, loss_tokens=trl_stock.loss_tokens(inputs)))
             return result
 
         return training_step
 
+    def _hearing(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(compute_loss)
+        def heard(*args: Any, **options: Any) -> Any:
+            result = compute_loss(*args, **options)
+            self._training.hear(result[0] if isinstance(result, tuple) else result)
+            return result
+
+        return heard
+
+    def _settle(self, model: nn.Module, check: Callable[[], Outcome]) -> None:
+        try:
+            self._training.settle(lambda rows: check())
+        except GradientCheckError:
+            model.zero_grad(set_to_none=True)  # which are of another loss than stock's
+            raise
+
     def _chunked(self, inside: dict[str, nn.Module]) -> AbstractContextManager[Calls]:
         """In the check as in training, so that what is said once is."""
         return chunked(inside, self._config, self._exchange, kept=self._forwards)
 
-    def _check(self, inputs: Any, num_items_in_batch: Any = None) -> None:
-        """Gradients of the first batch with and without chunks, before it is trained on; raises on all ranks.
+    def _check(self, inputs: Any, num_items_in_batch: Any = None) -> Outcome:
+        """Gradients of a batch with and without chunks, before it is trained on; raises on all ranks.
 
         A loss that reads padding would be another one: padding slots of the backbone's outputs hold zeros.
         """
@@ -115,32 +139,35 @@ class OfflineEngine:
         loss, without_trace = self._loss_of(module, inputs, num_items_in_batch), self._without_trace
         exchange = self._topology.exchange
         found = apart(loss, module, self._ways, trainer=self._trainer, without_trace=without_trace, exchange=exchange)
-        _refuse_difference(found)
+        return _judged(found)
 
     def before_window(self, batches: Sequence[Any], num_items_in_batch: Any = None) -> None:
-        """Checks the first batch where parameters are sharded: passes are collective, and gradients are reduced.
+        """Checks a batch where parameters are sharded: passes are collective, and gradients are reduced.
 
         Not in the training step, which may run where their reduction waits for the end of a window.
         """
-        if not (self._sharded_check_is_due and batches):
+        if not (self._is_sharded and batches):
             return
-        self._sharded_check_is_due = False
+        most = self._training.to_audit(batches)
+        if most is None and not self._sharded_check_is_due:
+            return
         if trl_stock.distributed_type(self._trainer) == "FSDP":
-            self._check_shards(batches[0], num_items_in_batch)
-        else:
+            self._training.audited(lambda: self._check_shards(batches[most or 0], num_items_in_batch))
+        elif self._sharded_check_is_due:
             self.session.notices(
                 f"under DeepSpeed the first batch of {type(self._trainer).__name__} is not checked (its engine takes "
                 "every backward pass for a step's). A few steps on one device, or under DDP or FSDP, tell whether your "
                 "loss reads padding; check='off' silences this"
             )
+        self._sharded_check_is_due = False
 
-    def _check_shards(self, inputs: Any, num_items_in_batch: Any) -> None:
+    def _check_shards(self, inputs: Any, num_items_in_batch: Any) -> Outcome:
         """`_check` on shards: each rank sketches its own, and differences are taken over all ranks."""
         model = self._trainer.model_wrapped
         loss = self._loss_of(model, inputs, num_items_in_batch)
         exchange = self._topology.exchange
         found = apart_on_shards(loss, model, self._ways, without_trace=self._without_trace, exchange=exchange)
-        _refuse_difference(found)
+        return _judged(found)
 
     def _loss_of(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Callable[[], Any]:
         """The trainer's own loss of a batch, which is prepared now."""
@@ -175,13 +202,15 @@ def backbones(trainer: Any) -> dict[str, nn.Module]:
     return {name: _backbone(name, model) for name, model in trl_stock.models_of(trainer).items()}
 
 
-def _refuse_difference(found: Apart) -> None:
+def _judged(found: Apart) -> Outcome:
     if found.is_too_far:
         raise GradientCheckError(
             f"first-batch check: gradients with the backbone in chunks differ from the stock ones: relative "
             f"difference {found.value:.2g} (limit {found.limit:.0e}), {found.where}. The loss, or the model behind its "
             "backbone, reads padding. Use PadMinConfig(enabled=False)"
         )
+    words = f"gradients with the backbone in chunks are the stock ones (relative difference {found.value:.1e})"
+    return Outcome(found.value, True, True, False, words, losses=found.losses)
 
 
 def _backbone(name: str, model: Any) -> nn.Module:

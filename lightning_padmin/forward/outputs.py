@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ from lightning_padmin.batch import AXES, Axis
 from lightning_padmin.errors import BatchError
 from lightning_padmin.forward.kept_logits import KeptLogits
 from lightning_padmin.microbatching import MicroBatches
+from lightning_padmin.runtime import is_padding_filled
 
 OutputKind = Literal["position", "row", "flat", "drop"]
 # Outputs of transformers' models by name and number of dimensions; "flat" is (rows x positions, ...).
@@ -117,19 +119,31 @@ class Assembler:
 
     def _tensor(self, path: str, place: str, parts: Sequence[Any]) -> Tensor | None:
         if self._kept is not None and path == "logits":
-            return self._with_dummies(self._kept.restore(self._batches, parts), parts)
+            return self._with_dummies(self._put(partial(self._kept.restore, self._batches), parts), parts)
         kind, axis = self._kind(path, place, parts)
         if kind == "drop":
             return None
         if kind == "flat":
             rows = [slots.shape[0] for slots in self._batches.slot_maps]
             shaped = [part.view(n, -1, *part.shape[1:]) for part, n in zip(parts, rows, strict=True)]
-            return self._with_dummies(self._batches.restore(shaped), parts).flatten(0, 1)
+            return self._with_dummies(self._put(self._batches.restore, shaped), parts).flatten(0, 1)
         if kind == "row":
             if self._batches.plan.is_packed:
                 raise BatchError(f"output {path!r} has one value per row, and packs have no rows: use layout='pad'")
             return self._with_dummies(self._batches.restore_rows(parts), parts)
-        return self._with_dummies(self._batches.restore(parts, axis=axis), parts)
+        return self._with_dummies(self._put(partial(self._batches.restore, axis=axis), parts), parts)
+
+    def _put(self, restore: Callable[[Sequence[Tensor]], Tensor], parts: Sequence[Tensor]) -> Tensor:
+        """The whole batch's, with zeros where rows have padding; with values of other slots while a check asks."""
+        joined = restore(parts)
+        if not (is_padding_filled() and joined.is_floating_point()):
+            return joined
+        with torch.no_grad():
+            real = restore([part.new_ones(part.shape[:2]) for part in parts]) != 0
+            values = joined[real]
+            places = (~real).nonzero(as_tuple=True)
+            taken = torch.arange(len(places[0]), device=joined.device) % max(len(values), 1)
+        return joined.index_put(places, values[taken]) if len(values) else joined
 
     def _axis(self, path: str) -> Axis:
         """Outputs of an encoder-decoder run along the decoder, but for those that are named the encoder's."""

@@ -5,14 +5,19 @@ random states, counters in objects of the user - must be as it was when it ends.
 knows nothing of batches, losses or frameworks.
 
     isolation     the context managers that others use
+    autocast      left out, wherever it is entered
     keeper        which objects are looked at, and how each kind is put back
+    changes       what differs, by name
     writes        memory copied at the first write into it
     random_state  random generators put back
+    padding       what stands in slots of outputs that are padding
     patching      attributes replaced for a while
     wrappers      what lies inside of them, and what a function takes
     notices       what the user is told: once, and at a line of the user's own
 """
 
+from lightning_padmin.runtime.autocast import without_autocast
+from lightning_padmin.runtime.changes import MISSING, Change
 from lightning_padmin.runtime.isolation import (
     DATA_OF_TRAINERS,
     AttributeState,
@@ -22,26 +27,34 @@ from lightning_padmin.runtime.isolation import (
     untouched,
     without_dropout,
 )
+from lightning_padmin.runtime.keeper import is_library
 from lightning_padmin.runtime.notices import How, Notices, warn
+from lightning_padmin.runtime.padding import is_padding_filled, padding_filled
 from lightning_padmin.runtime.patching import replaced
 from lightning_padmin.runtime.random_state import RandomState
 from lightning_padmin.runtime.wrappers import layers, takes, unwrap, without_adapters
 
 __all__ = [
     "DATA_OF_TRAINERS",
+    "MISSING",
     "AttributeState",
+    "Change",
     "How",
     "ModuleState",
     "Notices",
     "RandomState",
     "attention_inside",
     "holders_of",
+    "is_library",
+    "is_padding_filled",
     "layers",
+    "padding_filled",
     "replaced",
     "takes",
     "untouched",
     "unwrap",
     "warn",
     "without_adapters",
+    "without_autocast",
     "without_dropout",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_padmin.runtime.changes import Change
 from lightning_padmin.runtime.keeper import Keeper
 from lightning_padmin.runtime.patching import replaced
 from lightning_padmin.runtime.random_state import RandomState
@@ -150,7 +151,7 @@ class ModuleState:
     def __init__(self, module: nn.Module, holders: Collection[object] = (), skip: Collection[str] = ()) -> None:
         self._writes = Writes()
         keeper = Keeper(self._writes, module, holders, skip=skip)
-        self._undo = keeper.undo
+        self._undo, self._looks, self._restarts = keeper.undo, keeper.looks, keeper.restarts
         self._writes.settle()
         self._random = RandomState()
         self._gradients = [(p, p.grad) for p in keeper.leaves]
@@ -180,6 +181,16 @@ class ModuleState:
                 undo()
             self._writes.restore()
 
+    def changes(self) -> list[Change]:
+        """What differs now from what is kept, or was written into: not gradients, flags, hooks and random state."""
+        return [change for look in self._looks for change in look()]
+
+    def restart(self) -> None:
+        """Puts random generators back, and nothing else: what runs next draws what the first pass drew."""
+        self._random.restore()
+        for undo in self._restarts:
+            undo()
+
     def _drop_gradients(self) -> None:
         for p, _ in self._gradients:
             p.grad = None
@@ -198,7 +209,8 @@ class AttributeState:
 
     def __init__(self, holders: Collection[object], skip: Collection[str] = (), most_items: int = 10_000) -> None:
         self._writes = Writes()
-        self._undo = Keeper(self._writes, None, holders, skip=skip, most_items=most_items, with_models=False).undo
+        options: dict[str, Any] = {"skip": skip, "most_items": most_items, "with_models": False, "tells": False}
+        self._undo = Keeper(self._writes, None, holders, **options).undo
         self._writes.settle()
 
     def watching(self) -> AbstractContextManager[None]:

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_padmin.runtime.changes import MISSING, Change, Look, below, names_of, of_mapping
 from lightning_padmin.runtime.writes import Writes, is_lazy, is_wrapper
 
 Undo = Callable[[], None]
@@ -43,6 +44,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Which parameters stand in a module changes while they are gathered; whoever does that puts them back, and hooks the
 # saving of the module at the first step.
 _OF_SHARDING = frozenset(each for each in _OF_EVERY_MODULE if each == "_parameters" or "state_dict" in each)
+# Of these, those in which a step may put others.
+_PARTS = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 # Subclasses are emptied and filled by these: their own methods may refuse that, or do more.
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
@@ -74,9 +77,13 @@ class Keeper:
         skip: attributes of holders that are data; they are put back, what is inside of them is not.
         most_items: of all containers together.
         with_models: whether modules that are found on the way and have parameters are kept.
+        tells: whether there are `looks`.
 
     Attributes:
         undo: the functions.
+        looks: functions that tell what differs now, and where; not of random generators, flags and hooks, of
+            torchmetrics objects, which frameworks look after, and of what libraries keep in a holder.
+        restarts: those of `undo` that put random generators back.
         leaves: parameters and other tensors that gradients may be accumulated into.
     """
 
@@ -89,69 +96,78 @@ class Keeper:
         skip: Collection[str] = (),
         most_items: int = _MOST_ITEMS,
         with_models: bool = True,
+        tells: bool = True,
     ) -> None:
         self.undo: list[Undo] = []
+        self.looks: list[Look] = []
+        self.restarts: list[Undo] = []
         self.leaves: list[Tensor] = []
         self._writes, self._root, self._left, self._with_models = writes, root, most_items, with_models
         self._seen: set[int] = {id(each) for each in holders}
-        self._waiting: list[tuple[int, int, Any]] = []
+        self._waiting: list[tuple[int, int, Any, str | None]] = []
         self._order = itertools.count()
         kinds = [type(each) for each in (root, *holders) if each is not None]
         self._packages = {_package(kind) for each in kinds for kind in each.__mro__} - _FRAMEWORKS - _STANDARD
         self._array_bytes, self._is_sharded = _ARRAY_BYTES, root is not None and is_sharded(root)
         if root is not None:
             self._array_bytes = max(_ARRAY_BYTES, sum(p.nbytes for p in root.parameters() if not is_lazy(p)) // 100)
-            self._modules(root, 0)
+            self._modules(root, 0, "" if tells else None)
         for holder in holders:
-            self._attributes(holder, 0, frozenset(skip))
+            name = type(holder).__name__ if tells else None
+            self._attributes(holder, 0, name, frozenset(skip), is_holder=True)
         # What has few things beside it and above it first, so that data does not take the place of figures.
         while self._waiting:
-            crowd, _, value = heapq.heappop(self._waiting)
+            crowd, _, value, path = heapq.heappop(self._waiting)
             if id(value) not in self._seen:
                 self._seen.add(id(value))
-                self._value(value, crowd)
+                self._value(value, crowd, path)
 
-    def _later(self, value: Any, crowd: int) -> None:
+    def _later(self, value: Any, crowd: int, path: str | None, name: object, is_attribute: bool = True) -> None:
         if not isinstance(value, _ATOMS) and id(value) not in self._seen:
-            heapq.heappush(self._waiting, (crowd, next(self._order), value))
+            heapq.heappush(self._waiting, (crowd, next(self._order), value, below(path, name, is_attribute)))
 
-    def _value(self, value: Any, crowd: int) -> None:
+    def _value(self, value: Any, crowd: int, path: str | None) -> None:
         if isinstance(value, nn.Module):
             if self._is_part(value):
-                self._modules(value, crowd)
+                self._modules(value, crowd, path)
         elif isinstance(value, Tensor):
-            self._tensor(value, isinstance(value, nn.Parameter))
+            self._tensor(value, isinstance(value, nn.Parameter), path)
         elif isinstance(value, np.ndarray):
-            self._array(value)
+            self._array(value, path)
         elif isinstance(value, _GENERATORS):
             self._generator(value)
         elif type(value) in _CONTAINERS:
-            self._container(value, crowd)
+            self._container(value, crowd, path)
         elif isinstance(value, tuple):
-            self._items(value, crowd)
+            self._items(dict(enumerate(value)), crowd, path)
         elif type(value) in _SPACES:
-            self._attributes(value, crowd)
+            self._attributes(value, crowd, path)
         elif self._is_own(type(value)) and not _is_at_work(value):
             base = next((each for each in _BASES if isinstance(value, each)), None)
             if base is not None:
-                self._container(value, crowd, base)
-            self._attributes(value, crowd)
+                self._container(value, crowd, path, base)
+            self._attributes(value, crowd, path)
 
     def _is_part(self, module: nn.Module) -> bool:
         if self._root is not None and any(child is self._root for child in module.modules()):
             return False
         return self._with_models or next(module.parameters(), None) is None
 
-    def _modules(self, root: nn.Module, crowd: int) -> None:
-        for module in root.modules():
+    def _modules(self, root: nn.Module, crowd: int, path: str | None) -> None:
+        unnamed: set[int] = set()
+        for name, module in root.named_modules():
+            if _is_metric(module):
+                unnamed.update(map(id, module.modules()))
+            where = path if not name else below(path, name)
+            where = None if id(module) in unnamed else where
             self._seen.add(id(module))
-            self._module(module, crowd)
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
+            self._module(module, crowd, where)
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and id(tensor) not in self._seen:
                     self._seen.add(id(tensor))
-                    self._tensor(tensor, isinstance(tensor, nn.Parameter))
+                    self._tensor(tensor, isinstance(tensor, nn.Parameter), below(where, key))
 
-    def _module(self, module: nn.Module, crowd: int) -> None:
+    def _module(self, module: nn.Module, crowd: int, path: str | None) -> None:
         kind, kept = type(module), dict(vars(module))
         names = _OF_EVERY_MODULE - (_OF_SHARDING if self._is_sharded else frozenset())
         inner = [
@@ -159,7 +175,7 @@ class Keeper:
         ]
         for name, value in kept.items():
             if name not in _OF_EVERY_MODULE:
-                self._later(value, crowd + len(kept))
+                self._later(value, crowd + len(kept), path, name)
 
         def undo() -> None:
             if type(module) is not kind:  # a lazy module that took shape
@@ -169,8 +185,18 @@ class Keeper:
                 each()
 
         self.undo.append(undo)
+        if path is not None:
+            parts = [(each, dict(vars(module)[each])) for each in _PARTS if each in names]
 
-    def _tensor(self, tensor: Tensor, is_weight: bool) -> None:
+            def look() -> Iterator[Change]:
+                attributes = vars(module)
+                yield from of_mapping(path, attributes, kept, attributes.__setitem__, _OF_EVERY_MODULE)
+                for name, held in parts:
+                    yield from of_mapping(path, attributes[name], held, attributes[name].__setitem__)
+
+            self.looks.append(look)
+
+    def _tensor(self, tensor: Tensor, is_weight: bool, path: str | None) -> None:
         if not is_lazy(tensor):
             self._writes.protect(tensor, is_weight)
         if tensor.is_leaf and (tensor.requires_grad or is_weight):
@@ -186,8 +212,16 @@ class Keeper:
                 tensor.requires_grad_(flag)
 
         self.undo.append(undo)
+        # What gathers parameters writes into them, but not into shards that are tensors of their own.
+        if path is not None and not (is_weight and self._is_sharded and not hasattr(tensor, "to_local")):
 
-    def _array(self, array: np.ndarray) -> None:
+            def look() -> Iterator[Change]:
+                if self._writes.has_written(alias) or _has_moved(tensor, alias):
+                    yield Change(path, tensor, tensor)
+
+            self.looks.append(look)
+
+    def _array(self, array: np.ndarray, path: str | None) -> None:
         self._array_bytes -= array.nbytes
         if isinstance(array, np.memmap) or self._array_bytes < 0 or not array.flags.writeable:
             return
@@ -198,6 +232,13 @@ class Keeper:
                 array[...] = copy
 
         self.undo.append(undo)
+        if path is not None:
+
+            def look() -> Iterator[Change]:
+                if not _same_arrays(array, copy):
+                    yield Change(path, array, array)
+
+            self.looks.append(look)
 
     def _generator(self, value: Any) -> None:
         setter: Callable[[Any], Any]
@@ -216,37 +257,55 @@ class Keeper:
                 setter(state)
 
         self.undo.append(undo)
+        self.restarts.append(undo)
 
-    def _container(self, value: Any, crowd: int, base: Any = None) -> None:
+    def _container(self, value: Any, crowd: int, path: str | None, base: Any = None) -> None:
         base = base or _base(value)
         if base.__len__(value) <= self._left:
             self.undo.append(_refill(value, base))
-            self._items(_values(value, base), crowd)
+            if path is not None:
+                self.looks.append(_look_into(value, base, path))
+            self._items(_entries(value, base), crowd, path)
 
-    def _items(self, values: Collection[Any], crowd: int) -> None:
-        if len(values) <= self._left:
-            self._left -= len(values)
-            for each in values:
-                self._later(each, crowd + len(values))
+    def _items(self, entries: dict[Any, Any], crowd: int, path: str | None) -> None:
+        if len(entries) <= self._left:
+            self._left -= len(entries)
+            for key, each in entries.items():
+                self._later(each, crowd + len(entries), path, key, is_attribute=False)
 
-    def _attributes(self, holder: Any, crowd: int, skip: Collection[str] = ()) -> None:
+    def _attributes(
+        self, holder: Any, crowd: int, path: str | None, skip: Collection[str] = (), is_holder: bool = False
+    ) -> None:
         attributes = getattr(holder, "__dict__", None)
         if type(attributes) is dict:
             kept = dict(attributes)
+            kind: Any = type(holder)
+            theirs = _names_of_libraries(kind) if is_holder and path is not None else frozenset()
             for name, value in kept.items():
                 if name not in skip:
-                    self._later(value, crowd + len(kept))
+                    self._later(value, crowd + len(kept), None if name in theirs else path, name)
             self.undo.append(lambda: _set_attributes(attributes, kept))
+            if path is not None:
+                self.looks.append(lambda: of_mapping(path, attributes, kept, attributes.__setitem__, theirs))
         for kind in type(holder).__mro__:
             for slot in [each for each in vars(kind).values() if isinstance(each, MemberDescriptorType)]:
-                self._slot(holder, slot, crowd)
+                self._slot(holder, slot, crowd, path)
 
-    def _slot(self, holder: Any, slot: MemberDescriptorType, crowd: int) -> None:
+    def _slot(self, holder: Any, slot: MemberDescriptorType, crowd: int, path: str | None) -> None:
         with contextlib.suppress(AttributeError, TypeError):  # empty, or read-only as those of builtin types
             value = slot.__get__(holder, type(holder))
             slot.__set__(holder, value)
-            self._later(value, crowd + 1)
+            self._later(value, crowd + 1, path, slot.__name__)
             self.undo.append(lambda: slot.__set__(holder, value))
+            where = below(path, slot.__name__)
+            if where is not None:
+
+                def look() -> Iterator[Change]:
+                    now = getattr(holder, slot.__name__, MISSING)
+                    if now is not value:
+                        yield Change(where, value, now, lambda other: slot.__set__(holder, other))
+
+                self.looks.append(look)
 
     def _is_own(self, kind: type) -> bool:
         """Whether its objects are put back, see above."""
@@ -283,6 +342,22 @@ def _is_installed(package: str) -> bool:
     return file is not None and os.path.realpath(file).startswith(_INSTALLED)
 
 
+def is_library(kind: type) -> bool:
+    """Whether a class is of the standard library, a framework or another installed package."""
+    package = _package(kind)
+    return package in _STANDARD or package in _FRAMEWORKS or _is_installed(package)
+
+
+@cache
+def _names_of_libraries(kind: Any) -> frozenset[str]:
+    """What the methods of its bases in libraries give to objects of a class."""
+    return frozenset().union(*(names_of(each) for each in kind.__mro__ if is_library(each)))
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(_package(kind) == "torchmetrics" for kind in type(module).__mro__)
+
+
 def _is_at_work(value: Any) -> bool:
     attributes = getattr(value, "__dict__", None)
     return type(attributes) is dict and any(_package(type(each)) in _AT_WORK for each in attributes.values())
@@ -311,8 +386,28 @@ def _base(value: Any) -> Any:
     return next(each for each in _BASES if isinstance(value, each))
 
 
-def _values(value: Any, base: Any) -> Collection[Any]:
-    return list(base.values(value)) if issubclass(base, dict) else list(base.__iter__(value))
+def _entries(value: Any, base: Any) -> dict[Any, Any]:
+    return dict(base.items(value)) if issubclass(base, dict) else dict(enumerate(base.__iter__(value)))
+
+
+def _look_into(value: Any, base: Any, path: str) -> Look:
+    """Of a dictionary each entry by itself, of other containers the whole."""
+    items = _entries(value, base)
+
+    def look() -> Iterator[Change]:
+        if issubclass(base, dict):
+            put = partial(base.__setitem__, value)
+            yield from of_mapping(path, _entries(value, base), items, put, is_attribute=False)
+        elif not _identical(value, list(items.values()), base):
+            yield Change(path, list(items.values()), value)
+
+    return look
+
+
+def _same_arrays(first: np.ndarray, second: np.ndarray) -> bool:
+    if first.dtype.hasobject:
+        return all(a is b for a, b in zip(first.flat, second.flat, strict=True))
+    return bool((first == second).all() if first.dtype.kind not in "fc" else np.array_equal(first, second, True))
 
 
 def _refill(value: Any, base: Any) -> Undo:

@@ -33,6 +33,14 @@ class _Kept:
         if self.copy is None and self.storage.nbytes():  # else freed meanwhile: a shard that is gathered on demand
             self.copy = self.storage.clone()  # type: ignore[no-untyped-call]
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether it was written into, as far as that is known without waiting for a device."""
+        if self.copy is None or self.written or not self.at_once or self.storage.device.type != "cpu":
+            return self.written
+        is_as_long = self.copy.nbytes() == self.storage.nbytes()
+        return is_as_long and not torch.equal(_bytes(self.storage), _bytes(self.copy))
+
     def put_back(self) -> None:
         """Nothing happens where nothing was written, or where whoever owns the storage gave it another size."""
         copy = self.copy
@@ -94,6 +102,11 @@ class Writes:
         elif isinstance(value, list | tuple):
             for each in value:
                 self.note(each)
+
+    def has_written(self, tensor: Tensor) -> bool:
+        """Whether somebody has written into one of its storages, or may have, since they were put back."""
+        kept = (self._kept.get(storage._cdata) for storage in _storages(tensor))
+        return any(each.has_changed for each in kept if each is not None)
 
     def restore(self) -> None:
         """Puts everything back; may be called again."""

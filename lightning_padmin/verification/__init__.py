@@ -6,8 +6,12 @@ change.
 
     gradient_check  the first-batch check
     passes          how its passes are run, alone or under sharding
-    probe           which rows and what padding it runs on
+    rows            which rows it runs on
+    probe           and in which ways
+    writes          what a step writes once per call
+    padding         whether a step reads outputs where rows have padding
     sketch          gradients compared without a copy of them
+    noise           how far apart rounding is, in half precision
     compare         how far apart is the same
     column_check    numbers of columns that nobody has declared
     explain         what a check tries, and what it may find
@@ -18,15 +22,15 @@ change.
     one_loss        a trainer's own step, watched
     facets          what a batch shows, so that a proof holds for no more than that
     ledger          what was shown to checks, and when the next one is due
-    fingerprint     what kind of loss a batch had, told from its autograd graph
+    fingerprints    what kind of loss a batch had, told from its autograd graph
     equivalence     `verify_equivalence`, for the command line and for tests
 """
 
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.verification.compare import Tolerance, dtypes_of, relative_difference
 from lightning_padmin.verification.equivalence import Report, verify_equivalence
-from lightning_padmin.verification.facets import batch_facets, model_facets, row_facets
-from lightning_padmin.verification.fingerprint import Fact, Fingerprint, fingerprint, what_changed
+from lightning_padmin.verification.facets import batch_facets, model_facets, plain_facets, row_facets
+from lightning_padmin.verification.fingerprints import Fact, Fingerprint, fingerprint, what_changed
 from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
 from lightning_padmin.verification.ledger import Ledger
@@ -64,6 +68,7 @@ __all__ = [
     "model_facets",
     "needs_rows",
     "own_backward",
+    "plain_facets",
     "refuse_unproven",
     "relative_difference",
     "row_facets",

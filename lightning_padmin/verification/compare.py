@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 HALF = frozenset({torch.float16, torch.bfloat16})
-_LIMIT, _HALF_LIMIT = 1e-3, 0.1
+_LIMIT = 1e-3
+# In half precision the limit is measured (see `noise`), between these. Below the smaller one is what the step's own
+# scalars may round away: two halves' means in bfloat16 are each 2^-9 off, and so are the numbers they are divided by.
+HALF_FLOOR, HALF_LIMIT = 0.01, 0.1
 # Where half precision moves a token to another expert, gradients differ by a part, not by a multiple.
 _MOST_FLIPPED = 0.5
 # max |difference| / max |reference| up to which two computations of one dtype count as the same, outputs too.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: _LIMIT, torch.bfloat16: _HALF_LIMIT, torch.float16: _HALF_LIMIT}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: _LIMIT, torch.bfloat16: HALF_LIMIT, torch.float16: HALF_LIMIT}
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,16 @@ class Tolerance:
     @staticmethod
     def for_(dtypes: Collection[torch.dtype], *, saw_half: bool = False) -> Tolerance:
         """That of parameters of these dtypes; `saw_half`: something was computed in half precision."""
-        return Tolerance(_HALF_LIMIT if saw_half or HALF & set(dtypes) else _LIMIT)
+        return Tolerance(HALF_LIMIT if saw_half or HALF & set(dtypes) else _LIMIT)
 
     @property
     def is_half(self) -> bool:
-        """Whether it is wide enough for half precision."""
-        return self.limit >= _HALF_LIMIT
+        """Whether it is one for half precision."""
+        return self.limit >= HALF_FLOOR
 
     def if_half(self, saw_half: bool) -> Tolerance:
         """At least that of half precision, where something was computed in it."""
-        return Tolerance(max(self.limit, _HALF_LIMIT)) if saw_half else self
+        return Tolerance(max(self.limit, HALF_LIMIT)) if saw_half else self
 
     def may_be_flips(self, value: float) -> bool:
         """Whether a difference may come of tokens that rounding sends to other experts."""
@@ -52,7 +55,7 @@ class Tolerance:
     @property
     def own_limit(self) -> float:
         """Of a parameter's difference against its own largest entry, where it is above the noise."""
-        return 0.5 if self.is_half else 0.1
+        return min(0.5, 5 * self.limit) if self.is_half else 0.1
 
 
 def dtypes_of(module: nn.Module) -> set[torch.dtype]:
@@ -72,4 +75,4 @@ def relative_difference(found: Tensor, wanted: Tensor, *, nothing: float = 1.0) 
     return float((found.double() - wanted.double()).abs().max()) / (scale or nothing)
 
 
-__all__ = ["HALF", "TOLERANCES", "Tolerance", "dtypes_of", "relative_difference"]
+__all__ = ["HALF", "HALF_FLOOR", "HALF_LIMIT", "TOLERANCES", "Tolerance", "dtypes_of", "relative_difference"]

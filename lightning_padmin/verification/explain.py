@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_padmin.batch import Field, RowTable, Schema, measure
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.verification.probe import Ints
+from lightning_padmin.verification.rows import Ints
 
 _REDUCTIONS = ("token-mean", "row-mean", "sum")
 
@@ -29,6 +29,8 @@ class Status(IntEnum):
     DECLARATION = 8
     WEIGHTS = 9
     COUPLED = 10
+    WRITES = 11
+    OUTPUTS = 12
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Advice:
     Attributes:
         coupled: where rows are coupled.
         off: how to go on without this library.
+        once: where things are done once per batch.
         reduction: what is declared of the loss, where the configuration does not say it.
     """
 
@@ -46,6 +49,7 @@ class Advice:
         "enabled=False"
     )
     off: str = "use enabled=False"
+    once: str = "where the optimizer steps"
     reduction: str | None = None
 
 

@@ -75,6 +75,34 @@ def batch_facets(leaves: Mapping[str, Any], schema: Schema) -> set[str]:
     return found
 
 
+def plain_facets(batch: Mapping[str, Any]) -> set[str]:
+    """What a flat batch shows whose entries nobody has given roles, told by masks of two dimensions and by vectors.
+
+    Args:
+        batch: entries by name, as collators of trainers make them.
+    """
+    found = set()
+    for name, leaf in batch.items():
+        if not isinstance(leaf, Tensor):
+            found.add(f"{name!r} is {leaf!r}"[:120] if isinstance(leaf, bool | str) else f"{name!r} is there")
+            continue
+        found.add(f"{name!r} is {str(leaf.dtype).removeprefix('torch.')}")
+        if not leaf.numel() or leaf.is_complex() or leaf.is_quantized:
+            continue
+        if leaf.ndim == 2 and name.endswith("mask"):
+            zero = leaf.detach() == 0
+            ends = torch.stack([zero[:, 0].any(), zero[:, -1].any(), zero.all(dim=1).any()]).tolist()
+            told = ("begins with zeros", "ends with zeros", "has rows of zeros")
+            found |= {f"{name!r} {what}" for what, holds in zip(told, ends, strict=True) if holds}
+        elif leaf.ndim == 1:
+            values = leaf.detach()[:, None].double().cpu().numpy()
+            found |= {facet for facet, rows in _of_values(name, _as_integers(values, leaf)).items() if rows.any()}
+        elif leaf.ndim == 2 and name.endswith("labels") and not leaf.is_floating_point():
+            found |= {"rows without labels"} if bool((leaf < 0).all(dim=1).any()) else set()
+            found |= set(_of_labels(name, leaf))
+    return found
+
+
 def model_facets(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> set[str]:
     """What the model is like: which parameters are trained, and which modules are in training mode."""
     trained = hash(tuple(each.requires_grad for each in parameters))
@@ -172,4 +200,4 @@ def _of_labels(path: str | None, rows: Tensor) -> dict[str, Rows]:
     return {f"{path!r} has {value}": (values == value).any(axis=1) for value in distinct.tolist()}
 
 
-__all__ = ["MOST_VALUES", "batch_facets", "model_facets", "row_facets"]
+__all__ = ["MOST_VALUES", "batch_facets", "model_facets", "plain_facets", "row_facets"]

@@ -8,22 +8,22 @@ weights would have matched is found out without another pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_padmin.architectures import has_experts
-from lightning_padmin.batch import AXES, RowTable, Schema, map_leaves
+from lightning_padmin.batch import AXES, RowTable, Schema, iter_leaves, map_leaves
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, as_floats, as_integer, exchange_alone, together
 from lightning_padmin.errors import GradientCheckError, PadMinError
-from lightning_padmin.microbatching import PackStyle
+from lightning_padmin.microbatching import PackStyle, SlotMap
 from lightning_padmin.verification.column_check import ColumnCheck
 from lightning_padmin.verification.compare import Tolerance, dtypes_of
 from lightning_padmin.verification.explain import (
@@ -33,23 +33,30 @@ from lightning_padmin.verification.explain import (
     group_weights,
     measured,
 )
+from lightning_padmin.verification.facets import row_facets
+from lightning_padmin.verification.noise import may_run_in_float32, measured_limit, rounded_otherwise
+from lightning_padmin.verification.padding import GRADIENTS, STILL, Heard, Logged, filled, moved
+from lightning_padmin.verification.padding import named as named_values
 from lightning_padmin.verification.passes import LocalPasses, LossFunction, Passes, ShardedPasses
 from lightning_padmin.verification.probe import (
     Probe,
+    choose_rows,
     first_label_groups,
     make_probe,
     masked_tokens_vary,
     one_row,
     padded_row,
-    probe_sizes,
-    tells_reductions,
+    rolled_rows,
     whole_probe,
 )
+from lightning_padmin.verification.rows import Ints, Shown, best_numbers, tells_reductions
 from lightning_padmin.verification.sketch import Sketches, best_weights, combine
 from lightning_padmin.verification.words import Said, words_of
+from lightning_padmin.verification.writes import WriteSearch, as_integers, named, text_of
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
+_SAME = 1e-5  # up to which two passes have computed in one dtype
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class Outcome:
         tells_first: whether a loss that takes labels on first tokens, or does not, against the declaration would
             have been found.
         rows: which of the batch it has looked at; none: all.
+        losses: keys of the kinds of loss that it has seen on this rank, see `fingerprint`.
     """
 
     difference: float
@@ -84,6 +92,7 @@ class Outcome:
     words: str
     tells_first: bool = False
     rows: tuple[int, ...] = ()
+    losses: frozenset[str] = frozenset()
 
 
 def check_gradients(
@@ -95,6 +104,7 @@ def check_gradients(
     module: nn.Module,
     *,
     tolerance: float | None = None,
+    is_half: bool = False,
     exchange: Exchange = exchange_alone,
     joint: Callable[[], AbstractContextManager[Any]] | None = None,
     more_than_told: bool = False,
@@ -104,7 +114,10 @@ def check_gradients(
     first_labels: bool = False,
     subtracts_lost: bool = False,
     alone: Callable[[], AbstractContextManager[Any]] | None = None,
+    logged: Logged | None = None,
     advice: Advice | None = None,
+    wanted: Collection[str] = (),
+    prefer: Sequence[int] | NDArray[np.int64] | None = None,
 ) -> Outcome | None:
     """Compares gradients of a few rows, split and as they came; on all ranks or on none.
 
@@ -115,8 +128,10 @@ def check_gradients(
         table: its row table.
         config: the declarations that are checked.
         module: the module whose parameters are trained. It is left as it was.
-        tolerance: largest relative difference that counts as none; default by dtype, 1e-3 in float32, 0.1 in half
-            precision.
+        tolerance: largest relative difference that counts as none; default 1e-3 in float32, and in half precision by
+            what rounding makes of the batch (see `noise`), at most 0.1. Where weights are float32, autocast is left
+            out if the step runs without it.
+        is_half: the step computes in half precision, which compiled code may hide.
         exchange: the collective.
         joint: a context in which `loss_fn` runs the model in chunks; then that is compared, not the split.
         is_sharded: whether parameters are sharded over ranks (FSDP), so that passes are collective.
@@ -127,7 +142,11 @@ def check_gradients(
         subtracts_lost: the loss is divided by a number from which labels on first tokens behind padding are subtracted,
             unless `label_shift=0` is declared.
         alone: as `joint`, with one row in each chunk.
+        logged: what the last call of `loss_fn` has logged, by name; asked in joint mode, where it must not depend on
+            outputs of padding.
         advice: what can be done instead, in the adapter's words.
+        wanted: facets of rows (see `row_facets`) that are to be seen before others.
+        prefer: rows to take where there is a choice.
 
     Returns:
         The outcome, or None where a rank has no two rows that carry loss (another batch may do), or where this batch
@@ -137,19 +156,25 @@ def check_gradients(
         GradientCheckError: training would change; on all ranks, with the same message.
         Exception: what the training step raised; the other ranks raise PeerError.
     """
-    limit = tolerance if tolerance is not None else Tolerance.for_(dtypes_of(module)).limit
+    limit = tolerance if tolerance is not None else Tolerance.for_(dtypes_of(module), saw_half=is_half).limit
     if first_labels:
         probe = _agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
     else:
-        probe = _agreed_probe(batch, schema, table, config, exchange, limit, joint is not None, more_than_told, packs)
+        facets = row_facets(dict(iter_leaves(batch, schema.fields)), schema, table) if joint is None else {}
+        shown = Shown.of(facets, len(table), wanted, prefer)
+        is_joint = joint is not None
+        probe = _agreed_probe(batch, schema, table, config, exchange, limit, is_joint, more_than_told, packs, shown)
     if probe is None:
         return None
-    arguments = (loss_fn, batch, schema, module, probe, joint, holders)
+    heard = Heard(loss_fn, logged) if joint is not None else None
+    arguments = (heard or loss_fn, batch, schema, module, probe, joint, holders)
     passes = ShardedPasses(*arguments, exchange=exchange) if is_sharded else LocalPasses(*arguments)
     try:
         check = _Check(passes, batch, schema, table, config, module, probe, exchange, limit, joint is not None)
         check.is_packed, check.subtracts_lost, check.alone = packs is not None, subtracts_lost, alone
-        check.advice = advice or Advice()
+        if heard is not None and joint is not None:
+            check.heard, check.filled = heard, filled(joint)
+        check.advice, check.measures = advice or Advice(), tolerance is None
         return check.outcome()
     finally:
         passes.restore()
@@ -165,18 +190,30 @@ def _agreed_probe(
     is_joint: bool,
     more_than_told: bool,
     packs: PackStyle | None,
+    shown: Shown,
 ) -> Probe | None:
     """A probe of equally many rows on all ranks, or None on all."""
     if is_joint:  # coupled losses may need their whole batch, and it is what training is going to run
         return whole_probe(schema, table, config)
-    possible, telling = probe_sizes(table, config, limit)
-    telling = possible if packs is not None else telling  # the reduction is not what is asked
-    agreed = exchange([sum(1 << n for n in possible), sum(1 << n for n in telling)])
-    everywhere, somewhere = int(np.bitwise_and.reduce(agreed[:, 0])), int(np.bitwise_or.reduce(agreed[:, 1]))
+    found = choose_rows(batch, schema, table, config, limit, shown)
+    telling = {n for n, each in found.items() if each.tells or packs is not None}  # of packs the reduction is not asked
+    # Of each number how many rows without loss ride along, in two bits.
+    riders = sum(each.riders << 2 * n for n, each in found.items())
+    said = exchange([_bits(found), _bits(telling), _bits(best_numbers(found)), riders])
+    everywhere = int(np.bitwise_and.reduce(said[:, 0]))
+    somewhere, best = (int(np.bitwise_or.reduce(said[:, k])) for k in (1, 2))
     if everywhere == 0 or (more_than_told and not everywhere & somewhere):
         return None
-    best = everywhere & somewhere or everywhere
-    return make_probe(batch, schema, table, config, best.bit_length() - 1, packs)
+    chosen = everywhere & somewhere & best or everywhere & somewhere or everywhere & best or everywhere
+    n = chosen.bit_length() - 1
+    most_riders = max(int(each) >> 2 * n & 3 for each in said[:, 3])
+    return make_probe(
+        batch, schema, table, config, n, packs, found[n].groups, limit=limit, shown=shown, riders=most_riders
+    )
+
+
+def _bits(numbers: Iterable[int]) -> int:
+    return sum(1 << n for n in numbers)
 
 
 def _agreed_first_labels(
@@ -191,13 +228,13 @@ def _agreed_first_labels(
     """A probe that tells on some rank whether the loss takes labels on first tokens, of equally many rows on all."""
     asked = subtracts_lost or config.loss_reduction == "token-mean"
     telling = first_label_groups(table, config, limit, subtracts_lost) if asked else {}
-    possible = probe_sizes(table, config, limit)[0] | set(telling)
-    agreed = exchange([sum(1 << n for n in possible), sum(1 << n for n in telling)])
+    possible = set(choose_rows(batch, schema, table, config, limit)) | set(telling)
+    agreed = exchange([_bits(possible), _bits(telling)])
     best = int(np.bitwise_and.reduce(agreed[:, 0])) & int(np.bitwise_or.reduce(agreed[:, 1]))
     if best == 0:
         return None
     n = min(k for k in range(best.bit_length()) if best >> k & 1)
-    return make_probe(batch, schema, table, config, n, groups=telling.get(n))
+    return make_probe(batch, schema, table, config, n, groups=telling.get(n), limit=limit, riders=0)
 
 
 class _Check:
@@ -222,21 +259,26 @@ class _Check:
         self.is_packed = self.subtracts_lost = self._tells_first = False
         self._is_bent = False  # whether it makes a difference that weights go backward with the loss
         self.alone: Callable[[], AbstractContextManager[Any]] | None = None
-        self.advice = Advice()
+        self.advice, self.measures = Advice(), False
+        self.heard: Heard | None = None  # the loss, in joint mode
+        self.filled: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._heard_names: list[str] = []
         self._columns = ColumnCheck(passes, batch, schema, table, exchange)
         self._knows_rows = False  # whether rows were compared with themselves alone
+        self._written = ""  # what the step writes once per call
 
     def outcome(self) -> Outcome:
         passes = self._passes
         weights = [] if self._is_joint else group_weights(self._table, self._probe.groups, self._config.loss_reduction)
         came = self._together(passes.came)
-        self._limit = Tolerance(self._limit).if_half(self._any(passes.saw_half)).limit
+        came = self._limited(came, weights)
         of_columns = None if self._is_joint or self.is_packed else self._columns(came, self._limit)
         if self._any(of_columns is not None):
             judged = _Verdict(Status.EXACT, 0, 0.0, "")
             judged = judged if of_columns is None else _Verdict(Status.COLUMNS, *of_columns)
             return self._agree(self._if_it_repeats(judged, came))
         found = self._together(lambda: passes.split(weights))
+        values = {} if self.heard is None else self.heard.take()
         size = passes.largest(came)
         value, parameter = passes.difference(found, came, self._limit)
         judged = _Verdict(Status.EXACT, 0, value, parameter)
@@ -257,13 +299,71 @@ class _Check:
             judged = self._together(lambda: self._judge(found, whole, judged) if differs else judged)
             judged = self._of_declarations(judged, whole)
             judged = self._explained(judged, found, whole)
+        judged = self._of_outputs(judged, found, values)
         judged = self._of_single_rows(judged, found)
         judged = self._without_padding(judged)
         self._tell_first(judged, found)
         if self.subtracts_lost and self._tells_first and judged.status is Status.EXACT and self._table.shift:
             # Nothing was lost, so nothing may be subtracted.
             judged = replace(judged, status=Status.DECLARATION, matching=self._shift_bits(0))
-        return self._agree(self._if_it_repeats(judged, came))
+        return self._agree(self._of_writes(self._if_it_repeats(judged, came)))
+
+    def _of_writes(self, judged: _Verdict) -> _Verdict:
+        """Whether the step writes something once per call that is put back before each pass."""
+        if self._is_joint or self.is_packed or not self._any(bool(self._passes.left)):
+            return judged
+        search = WriteSearch(self._passes, self._probe.parts)
+        self._together(search.twice)
+        if self._any(search.is_open):
+            self._together(search.from_elsewhere)
+        if self._any(search.is_doubtful):
+            self._together(search.once_more)
+        # Other ranks may have more micro-batches, so that rows run once more here, with weight 0.
+        if len(self._exchange([0])) == 1 and search.found:
+            self._together(lambda: search.in_parts(self._limit))
+        self._written = named(search.found)
+        return replace(judged, status=Status.WRITES) if search.found else judged
+
+    def _limited(self, came: Sketches, weights: Sequence[float]) -> Sketches:
+        """Sets the limit. Returns un-split gradients to go on with: of passes in float32, if those can be had."""
+        passes, tolerance = self._passes, Tolerance(self._limit)
+        is_half = self._any(passes.saw_half or tolerance.is_half)
+        self._limit = tolerance.if_half(is_half).limit
+        if not (is_half and self.measures):
+            return came
+        exact = self._in_float32(came, weights)
+        if exact is not None:
+            self._limit = Tolerance.for_(()).limit
+            return exact
+        if not self._any(has_experts(self._module)):  # what rounding does to routes is not in this spread
+            again = self._together(lambda: rounded_otherwise(passes))
+            self._limit = measured_limit(passes, again, came, self._exchange)
+        return came
+
+    def _in_float32(self, came: Sketches, weights: Sequence[float]) -> Sketches | None:
+        """Un-split gradients without autocast, and so will be those of all further passes; None if they stay half.
+
+        Only where half precision, which training runs in, has shown nothing by its own limit.
+        """
+        passes, twice = self._passes, 2 * self._probe.came.slots  # activations take twice the memory
+        budget = self._table.slots if self._config.token_budget is None else self._config.token_budget
+        may = isinstance(passes, LocalPasses) and not self._is_joint and twice <= budget
+        if self._any(not (may and may_run_in_float32(self._module))):
+            return None
+        halves = self._together(lambda: passes.split(weights))
+        if self._any(not passes.difference(halves, came, self._limit)[0] <= self._limit):
+            return None
+        parts, passes.parts = passes.parts, None
+        passes.in_float32, passes.saw_half, exact = True, False, None
+        try:
+            exact = passes.came()
+        except Exception:  # kernels that are there in half precision alone, memory
+            passes.saw_half = True
+        # Alike: something else decides about the dtype. Far apart: in float32 another path is taken.
+        apart = np.inf if exact is None else passes.difference(exact, came, self._limit)[0]
+        if self._any(passes.saw_half or not _SAME < apart <= self._limit):
+            passes.in_float32, passes.parts, exact = False, parts, None
+        return exact
 
     def _if_it_repeats(self, judged: _Verdict, came: Sketches) -> _Verdict:
         """A refusal only where un-split gradients are the same once more."""
@@ -297,20 +397,24 @@ class _Check:
         return judged
 
     def _rows_alone(self) -> Sketches:
-        rows = [one_row(self._schema, self._table, int(row), self._config, wide=False) for row in self._probe.rows]
-        weights = group_weights(self._table, [np.array([row]) for row in self._probe.rows], self._config.loss_reduction)
-        return self._passes.of(rows, weights)
+        """Of the finest partition, as training would weigh its parts."""
+        return self._of_groups(self._probe.alone)
+
+    def _of_groups(self, groups: Sequence[Ints]) -> Sketches:
+        weights = group_weights(self._table, groups, self._config.loss_reduction)
+        return self._passes.of([self._rolled(each) for each in groups], weights)
+
+    def _rolled(self, rows: Ints) -> SlotMap:
+        return rolled_rows(self._schema, self._table, rows, self._config)
 
     def _of_declarations(self, judged: _Verdict, whole: Sketches) -> _Verdict:
         """Declarations that fit each row alone, as they fit the groups; where none does, rows are coupled."""
         asked = judged.status is Status.DECLARATION
         if not isinstance(self._passes, LocalPasses) or not self._any(asked):
             return judged
-        groups = [np.array([row]) for row in self._probe.rows]
+        groups = self._probe.alone
         try:
-            alone = [
-                self._passes.of([one_row(self._schema, self._table, int(r), self._config, False)]) for (r,) in groups
-            ]
+            alone = [self._passes.of([self._rolled(each)]) for each in groups]
         except Exception:  # what cannot run on one row may run on two
             return judged
         if not asked or self._passes.drew or not all(self._passes.largest(each) < np.inf for each in alone):
@@ -322,26 +426,74 @@ class _Check:
                 fitting |= 1 << index
         return replace(judged, matching=fitting) if fitting else replace(judged, status=Status.COUPLED)
 
-    def _of_single_rows(self, judged: _Verdict, found: Sketches) -> _Verdict:
-        """Whether rows alone make up what groups of them do.
+    def _of_outputs(self, judged: _Verdict, found: Sketches, values: Mapping[str, Tensor]) -> _Verdict:
+        """Joint mode: whether loss, gradients or logged values move with what stands in slots of padding."""
+        has_padding = bool((self._table.length < self._table.widths).any())
+        if self.heard is None or not self._any(has_padding):
+            return judged
+        value, names, where = self._moved(self.filled, found, values)
+        if self._any(bool(names)):
+            # What moves by itself tells nothing.
+            again, anyway, _ = self._moved(None, found, values)
+            names = [name for name in names if name not in anyway] if not 4 * again >= value else []
+        self._heard_names = named_values(values)
+        if not names:
+            return judged
+        matching = sum(1 << k for k, name in enumerate(self._heard_names) if name in names)
+        return replace(judged, status=Status.OUTPUTS, matching=matching, difference=value, parameter=where)
 
-        A loss that leaves a part of the batch out (its largest losses, say) may by chance take as many from each group.
+    def _moved(
+        self, within: Callable[[], AbstractContextManager[Any]] | None, found: Sketches, values: Mapping[str, Tensor]
+    ) -> tuple[float, list[str], str]:
+        """By how much another joint pass is apart at most, in which values, and where in gradients."""
+        passes, heard = self._passes, self.heard
+        assert heard is not None
+        again = self._together(lambda: passes.split([]) if within is None else passes.through(within))
+        apart = moved(heard.take(), values)
+        value, where = passes.difference(again, found, self._limit)
+        if not value <= STILL:
+            apart[GRADIENTS] = value
+        return max(apart.values(), default=0.0), list(apart), where
+
+    def _of_single_rows(self, judged: _Verdict, found: Sketches) -> _Verdict:
+        """Whether rows alone make up what groups of them do; where a row alone cannot run, two other groups.
+
+        A loss that leaves a part of the batch out (its largest losses, say) may by chance take as many from each group,
+        and rows that it compares may be in one.
         """
-        asked = not self._is_joint and not self.is_packed and isinstance(self._passes, LocalPasses)
+        asked = not self._is_joint and not self.is_packed
+        is_local = isinstance(self._passes, LocalPasses)
         several = any(len(group) > 1 for group in self._probe.groups)
         if not (asked and self._any(several and judged.status is Status.EXACT)):
             return judged
-        try:
-            alone = self._rows_alone()
-        except Exception:  # what cannot run on one row may run on two
-            alone = None
-        if judged.status is not Status.EXACT or alone is None or self._passes.drew:
+        parts: list[Sketches] | None = None
+        if is_local:
+            try:
+                parts = self._weighed(self._probe.alone)
+            except Exception:  # what cannot run on one row may run on two
+                parts = None
+        if self._any(parts is None) and not self._any(not self._probe.second):
+            other = self._together(lambda: self._of_groups(self._probe.second))
+            parts = [other] if parts is None else parts
+        if judged.status is not Status.EXACT or parts is None or self._passes.drew:
             return judged
-        value, where = self._passes.difference(alone, found, self._limit)
-        if not np.isfinite(value) or value <= self._limit:
+        ones = [1.0] * len(parts)
+        value, where = self._passes.difference(combine(parts, ones), found, self._limit)
+        if value <= self._limit:
             return judged
-        flips = Tolerance(self._limit).may_be_flips(value) and has_experts(self._module)
-        return replace(judged, status=Status.ROUTING if flips else Status.COUPLED, difference=value, parameter=where)
+        status = Status.COUPLED
+        if Tolerance(self._limit).may_be_flips(value) and has_experts(self._module):
+            status = Status.ROUTING
+        elif is_local and len(parts) > 1 and np.isfinite(value):
+            fitted = combine(parts, best_weights(parts, found))
+            if self._passes.difference(fitted, found, self._limit)[0] <= self._limit:
+                status = Status.WEIGHTS
+        return replace(judged, status=status, difference=value, parameter=where)
+
+    def _weighed(self, groups: Sequence[Ints]) -> list[Sketches]:
+        """Of each group, its loss times its weight."""
+        weights = group_weights(self._table, groups, self._config.loss_reduction)
+        return [self._passes.of([self._rolled(each)], [w]) for each, w in zip(groups, weights, strict=True)]
 
     def _rows_in_chunks(self) -> Sketches:
         assert self.alone is not None
@@ -528,6 +680,8 @@ class _Check:
             loses_targets=bool(self._table.lost_targets),
             knows_rows=self._knows_rows,
             alternatives=self._columns.alternatives,
+            written=self._written,
+            heard=self._heard_names,
         )
 
     def _agree(self, judged: _Verdict) -> Outcome:
@@ -543,6 +697,8 @@ class _Check:
         status = Status(int(table[worst, 0]))
         value = float(as_floats(table[:, 2])[worst])
         place = int(table[worst, 3])
+        if status is Status.WRITES:
+            self._written = text_of(self._exchange(as_integers(self._written))[worst])
         words = words_of(status, int(table[worst, 1]), value, names[place] if place < len(names) else "", self._said)
         if status >= Status.PROMPTS:
             rank = f" (rank {worst})" if len(table) > 1 else ""
@@ -551,8 +707,8 @@ class _Check:
         untellable = status in (Status.RANDOM, Status.ROUTING)
         final = untellable or (told and bool(table[:, 4].any()))
         tells_first = told and bool(table[:, 5].any())
-        rows = tuple(map(int, self._probe.rows))
-        return Outcome(value, told, final, untellable or status is Status.ROLLED, words, tells_first, rows)
+        rows, losses = tuple(map(int, self._probe.rows)), frozenset(self._passes.losses)
+        return Outcome(value, told, final, untellable or status is Status.ROLLED, words, tells_first, rows, losses)
 
 
 __all__ = ["Advice", "Outcome", "check_gradients"]

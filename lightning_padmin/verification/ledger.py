@@ -61,8 +61,7 @@ class Ledger:
         """Another batch comes."""
         self.step += 1
         self._new = frozenset()
-        self.show(self._pending)
-        self._pending = frozenset()
+        self.show_expected()
         step = self.step
         late = step > FIRST_STEPS[-1] and self.every > 0 and (step - FIRST_STEPS[-1]) % self.every == 0
         self._is_due = step in FIRST_STEPS or late
@@ -76,6 +75,11 @@ class Ledger:
     def expect(self, facets: Iterable[str]) -> None:
         """What a step has shown behind its forward passes, too late to look at it: the next one is checked."""
         self._pending |= frozenset(facets)
+
+    def show_expected(self) -> None:
+        """It is looked at now, after all."""
+        self.show(self._pending)
+        self._pending = frozenset()
 
     @property
     def new(self) -> frozenset[str]:

@@ -16,7 +16,8 @@ from lightning_padmin.batch import Schema
 from lightning_padmin.distributed import Exchange, all_gather_floats
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.microbatching import SlotMap
-from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, RandomState, without_dropout
+from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, RandomState, without_autocast, without_dropout
+from lightning_padmin.verification.fingerprints import fingerprint
 from lightning_padmin.verification.probe import Probe
 from lightning_padmin.verification.sketch import (
     Sketches,
@@ -28,6 +29,7 @@ from lightning_padmin.verification.sketch import (
     sketch,
     sketched_gradients,
 )
+from lightning_padmin.verification.writes import states
 
 LossFunction = Callable[[Any], Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -39,7 +41,10 @@ class Passes(ABC):
     Attributes:
         drew: whether a pass has drawn random numbers.
         saw_half: whether a pass has computed in half precision.
+        in_float32: further passes leave autocast out.
         parts: sketches of the two groups, or None where groups cannot be had apart.
+        losses: keys of what kinds of loss the step has taken, see `fingerprint`.
+        left: what the first pass un-split has left in places that it changed, frozen, by path; None before it.
     """
 
     def __init__(
@@ -54,13 +59,36 @@ class Passes(ABC):
     ) -> None:
         self._loss_fn, self._batch, self._schema = loss_fn, batch, schema
         self._module, self._probe, self._joint, self._holders = module, probe, joint, holders
-        self.drew = self.saw_half = self._by_backward = False
+        self.drew = self.saw_half = self.in_float32 = self._by_backward = False
         self.parts: list[Sketches] | None = None
+        self.losses: set[str] = set()
+        self.left: dict[str, Any] | None = None
         self._state: ModuleState | None = None
 
     def came(self) -> Sketches:
         """Un-split, as the rows came."""
-        return self._run([self._probe.came])
+        return self._run([self._probe.came], keeps_left=self.left is None)
+
+    def in_turn(self, slots: Sequence[SlotMap], look: Callable[[int, ModuleState], None]) -> list[Sketches]:
+        """One pass after another, of which each finds what those before it have left, random numbers apart.
+
+        Args:
+            slots: of each pass.
+            look: called with 0 before the first, and with 1, 2, ... after each.
+        """
+        batches, found = [self._taken(each) for each in slots], []
+        with self._watched():
+            assert self._state is not None
+            look(0, self._state)
+            for k, batch in enumerate(batches):
+                self._state.restart()
+                found.append(self._gradients([batch], [1.0]))
+                look(k + 1, self._state)
+        return found
+
+    def scaled(self, factor: float) -> Sketches:
+        """`factor` times the gradient of the rows as they came: the loss is multiplied before it goes backward."""
+        return self.of([self._probe.came], [factor])
 
     def whole(self) -> Sketches:
         """Un-split, rolled and trimmed."""
@@ -103,35 +131,48 @@ class Passes(ABC):
     def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
         """Of the weighted sum of these batches' losses."""
 
+    def _loss(self, batch: Any) -> Tensor:
+        """The step's own, whose kind is noted."""
+        value = self._loss_fn(batch)
+        self.losses.add(fingerprint(value).key)
+        return value
+
     def restore(self) -> None:
         """Leaves the module as it was before the first pass."""
         if self._state is not None:
             self._state.restore()
 
     def _run(
-        self, slot_maps: Sequence[SlotMap], weights: Sequence[float] = (1.0,), within: Context = nullcontext
+        self,
+        slot_maps: Sequence[SlotMap],
+        weights: Sequence[float] = (1.0,),
+        within: Context = nullcontext,
+        keeps_left: bool = False,
     ) -> Sketches:
         batches = [self._taken(slots) for slots in slot_maps]
         if self._state is None:
             self._state = ModuleState(self._module, self._holders, DATA_OF_TRAINERS)
         try:
-            with self._watched(), within():
+            with self._watched(keeps_left), within():
                 return self._gradients(batches, weights)
         except OnlyBackwardError:  # what the attempt wrote has been put back
             self._by_backward = True
-            with self._watched(), within():
+            with self._watched(keeps_left), within():
                 return self._gradients(batches, weights)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watched(self, keeps_left: bool = False) -> Iterator[None]:
         assert self._state is not None
         try:
             no_hooks = without_user_hooks(self._module)
-            with no_hooks, without_dropout(self._module) as watch, self._state.watching():
+            cast = without_autocast() if self.in_float32 else nullcontext()
+            with no_hooks, without_dropout(self._module) as watch, self._state.watching(), cast:
                 before = RandomState()
                 yield
             self.drew = self.drew or not before.is_as(RandomState())
             self.saw_half = self.saw_half or watch.saw_half
+            if keeps_left:
+                self.left = states(self._state.changes())
         finally:
             self._state.clear()
 
@@ -173,7 +214,7 @@ class LocalPasses(Passes):
         (batch,), (weight,) = batches, weights
 
         def loss() -> Tensor:
-            value = self._loss_fn(batch)
+            value = self._loss(batch)
             return value if weight == 1 else value * weight
 
         return sketched_gradients(loss, self._module, by_backward=self._by_backward, again=False)
@@ -210,7 +251,7 @@ class ShardedPasses(Passes):
 
     def _gradients(self, batches: Sequence[Any], weights: Sequence[float]) -> Sketches:
         for batch, weight in zip(batches, weights, strict=True):
-            torch.autograd.backward(self._loss_fn(batch) * weight)
+            torch.autograd.backward(self._loss(batch) * weight)
         return sketched_shards(self._module)
 
 

@@ -1,8 +1,7 @@
-"""Which rows of a batch the first-batch check runs: few, telling, and within the token budget."""
+"""What a gradient check runs: a few rows of a batch, in several ways, within the token budget."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,31 +22,63 @@ from lightning_padmin.batch import (
 )
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.microbatching import PackStyle, SlotMap, pack_layout, pad_layout
+from lightning_padmin.verification.rows import Choice, Ints, Shown, alone, carrying, choices, second_cut
 
-Ints = NDArray[np.int64]
-_MOST_ROWS = 4
-_COARSE = 0.05  # a limit for half precision
+_FEW_ROWS = 4  # as many may run though columns of padding cannot be cut away
 _NO_TOKENS = ("position_ids", "mask", "labels", "token_type_ids")
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A few rows of a batch: as they came, rolled and trimmed, and in two groups, or all in one pack."""
+    """A few rows of a batch: as they came, rolled and trimmed, and in two groups, or all in one pack.
+
+    Attributes:
+        rows: of the batch.
+        groups: of these rows.
+        came: all of them as they came.
+        whole: rolled and trimmed.
+        parts: the groups.
+        alone: the finest partition of the rows, see `rows.alone`.
+        second: two other groups of them, see `rows.second_cut`.
+    """
 
     rows: Ints
     groups: tuple[Ints, ...]
     came: SlotMap
     whole: SlotMap
     parts: tuple[SlotMap, ...]
+    alone: tuple[Ints, ...] = ()
+    second: tuple[Ints, ...] = ()
 
 
-def probe_sizes(table: RowTable, config: PadMinConfig, limit: float) -> tuple[set[int], set[int]]:
-    """How many rows a probe of this batch can have, two to four, and with how many it tells reductions apart.
+def choose_rows(
+    batch: Any, schema: Schema, table: RowTable, config: PadMinConfig, limit: float, shown: Shown | None = None
+) -> dict[int, Choice]:
+    """The rows that a probe can have, two to eight, by their number; more than four only where all passes are small.
 
     Ranks probe the same number of rows, since a training step may gather what they compute.
+
+    Args:
+        batch: the batch.
+        schema: its schema.
+        table: its row table.
+        config: its budget.
+        limit: of the comparison.
+        shown: what rows show.
     """
-    groups = {n: each for n in range(2, _MOST_ROWS + 1) if (each := _groups(table, config, n)) is not None}
-    return set(groups), {n for n, each in groups.items() if tells_reductions(table, each, limit)}
+    budget = _budget(table, config)
+    found = _choices(table, config, limit, shown)
+    most = max(found, default=0)
+    if most <= _FEW_ROWS:
+        return found
+    may_crop = _may_crop(batch, schema, table, np.arange(len(table)))
+    for n in range(_FEW_ROWS + 1, most + 1):
+        if n in found:
+            rows = np.sort(np.concatenate(found[n].groups))
+            came = _as_it_came(table, rows, budget if may_crop else None, config.pad_to_multiple_of)
+            if n * sum(came.widths) > budget:
+                del found[n]
+    return found
 
 
 def make_probe(
@@ -58,23 +89,41 @@ def make_probe(
     n: int,
     packs: PackStyle | None = None,
     groups: tuple[Ints, Ints] | None = None,
+    *,
+    limit: float = 1e-3,
+    shown: Shown | None = None,
+    riders: int | None = None,
 ) -> Probe:
-    """`n` rows that carry loss, half with few and half with many loss tokens, within the budget if that can be.
+    """`n` rows in two groups that tell, within the budget if that can be.
 
-    With `packs`, all of them in one pack that has these; with `groups`, these.
+    With `packs`, all of them in one pack that has these; with `groups`, these; with `riders`, so many rows run beside
+    another one where all others run alone, by default those that carry no loss.
     """
-    groups = _groups(table, config, n) if groups is None else groups
-    assert groups is not None
+    groups = _choices(table, config, limit, shown)[n].groups if groups is None else groups
     rows = np.sort(np.concatenate(groups))
-    # Numbers of columns that nobody has declared would point elsewhere.
-    may_crop = not masked_tokens_vary(batch, schema, table, rows) and not any(
-        entry.kind == "column" or fits for _, entry, fits in maybe_columns(batch, schema, table)
-    )
+    may_crop = _may_crop(batch, schema, table, rows)
     came = _as_it_came(table, rows, _budget(table, config) if may_crop else None, config.pad_to_multiple_of)
-    whole = _rolled(schema, table, rows, config)
+    whole = rolled_rows(schema, table, rows, config)
     if packs is not None:
         return Probe(rows, (rows,), came, whole, (pack_layout(table, rows, packs),))
-    return Probe(rows, groups, came, whole, tuple(_rolled(schema, table, each, config) for each in groups))
+    parts = tuple(rolled_rows(schema, table, each, config) for each in groups)
+    riders = int((~carrying(table)[rows]).sum()) if riders is None else riders
+    return Probe(
+        rows,
+        groups,
+        came,
+        whole,
+        parts,
+        alone=alone(table, rows, riders),
+        second=second_cut(table, groups, limit, shown),
+    )
+
+
+def _may_crop(batch: Any, schema: Schema, table: RowTable, rows: Ints) -> bool:
+    """Not where numbers of columns that nobody has declared would point elsewhere, or what is cut may be prompts."""
+    return not masked_tokens_vary(batch, schema, table, rows) and not any(
+        entry.kind == "column" or fits for _, entry, fits in maybe_columns(batch, schema, table)
+    )
 
 
 def first_label_groups(
@@ -90,7 +139,7 @@ def first_label_groups(
     if not len(table.first_weight):
         return {}
     if subtracts_lost:
-        carries = np.flatnonzero(_carries(table))
+        carries = np.flatnonzero(carrying(table))
         lost = carries[table.behind[carries]]
         others = carries[np.argsort(spans[carries], kind="stable")]
         lost = lost[np.lexsort((spans[lost], table.loss_tokens[lost]))]
@@ -146,7 +195,7 @@ def _least_first(table: RowTable, rows: Ints, longest: int) -> Ints:
 def padded_row(table: RowTable, rows: Ints) -> int | None:
     """A short row with loss that the batch pads, one of `rows` if there is one."""
     spans = table.length.sum(axis=1)
-    for candidates in (rows, np.flatnonzero(_carries(table))):
+    for candidates in (rows, np.flatnonzero(carrying(table))):
         padded = candidates[(table.length[candidates] < table.widths).any(axis=1)]
         if len(padded):
             return int(padded[spans[padded].argmin()])
@@ -160,44 +209,24 @@ def one_row(schema: Schema, table: RowTable, row: int, config: PadMinConfig, wid
     return pad_layout(table, np.array([row]), config.pad_to_multiple_of, limits, least)
 
 
+def rolled_rows(schema: Schema, table: RowTable, rows: Ints, config: PadMinConfig) -> SlotMap:
+    """Rows together, rolled and trimmed."""
+    return pad_layout(table, rows, config.pad_to_multiple_of, None if schema.can_widen else schema.widths)
+
+
 def whole_probe(schema: Schema, table: RowTable, config: PadMinConfig) -> Probe:
     """All rows of the batch, in no groups: for a loss that may need all of them."""
     rows = np.arange(len(table))
-    came, whole = _as_it_came(table, rows, None, 1), _rolled(schema, table, rows, config)
+    came, whole = _as_it_came(table, rows, None, 1), rolled_rows(schema, table, rows, config)
     return Probe(rows, (rows, rows[:0]), came, whole, (whole, whole))
 
 
-def _rolled(schema: Schema, table: RowTable, rows: Ints, config: PadMinConfig) -> SlotMap:
-    return pad_layout(table, rows, config.pad_to_multiple_of, None if schema.can_widen else schema.widths)
+def _choices(table: RowTable, config: PadMinConfig, limit: float, shown: Shown | None) -> dict[int, Choice]:
+    return choices(table, _budget(table, config), limit, shown, config.pad_to_multiple_of)
 
 
 def _budget(table: RowTable, config: PadMinConfig) -> int:
     return table.slots if config.token_budget is None else config.token_budget
-
-
-def _groups(table: RowTable, config: PadMinConfig, n: int) -> tuple[Ints, Ints] | None:
-    """Rows with many and rows with few loss tokens, `n` together; None if there are not so many."""
-    candidates = np.flatnonzero(_carries(table))
-    groups = _few_and_many(table, candidates, n, _budget(table, config) // n)
-    return _few_and_many(table, candidates, n, None) if groups is None and n == 2 else groups
-
-
-def _carries(table: RowTable) -> NDArray[np.bool_]:
-    carries = table.weight > 0
-    return carries & (table.loss_tokens > 0) if table.counts_loss else carries
-
-
-def _few_and_many(table: RowTable, candidates: Ints, n: int, longest: int | None) -> tuple[Ints, Ints] | None:
-    """The rows with most and those with fewest loss tokens, `n` together, none longer than `longest` (None: any)."""
-    spans = table.length.sum(axis=1)
-    if longest is None:
-        candidates = candidates[np.argsort(spans[candidates], kind="stable")[:n]]
-    else:
-        candidates = candidates[spans[candidates] <= longest]
-    if len(candidates) < n:
-        return None
-    order = candidates[np.lexsort((spans[candidates], table.loss_tokens[candidates]))]
-    return order[len(order) - (n - n // 2) :], order[: n // 2]
 
 
 def maybe_columns(batch: Any, schema: Schema, table: RowTable) -> list[tuple[str, Field, bool | None]]:
@@ -231,28 +260,6 @@ def _as_it_came(table: RowTable, rows: Ints, budget: int | None, multiple: int) 
         first = np.minimum(first, limits - widths)
     starts, spans = np.broadcast_to(first, start.shape).copy(), np.broadcast_to(widths, start.shape).copy()
     return SlotMap(rows, starts, spans, tuple(map(int, widths)), table.widths, len(table), table.units)
-
-
-def tells_reductions(table: RowTable, groups: Sequence[Ints], limit: float) -> bool:
-    """Whether means over loss tokens, over rows and over all tokens differ on these groups by more than rounding."""
-    if not table.by_token:  # the first two are the same
-        return True
-    tokens = _shares(groups, table.loss_tokens)
-    rows = np.array([len(group) for group in groups]) / sum(map(len, groups))
-    tells_rows = float(np.abs(tokens - rows).max()) > max(0.02, 1.5 * limit)
-    spans = table.length.sum(axis=1)
-    without = (spans - table.loss_tokens)[table.loss_tokens > 0]
-    if limit >= _COARSE or without.max() <= 1:  # too fine a difference, or every token carries loss
-        return tells_rows
-    # A loss that counts prompts too, shifted or not, would pass where groups happen to hold the same part of both.
-    others = (_shares(groups, spans), _shares(groups, spans - 1))
-    return tells_rows and min(float(np.abs(tokens - other).max()) for other in others) > max(0.005, 1.5 * limit)
-
-
-def _shares(groups: Sequence[Ints], counts: Ints) -> NDArray[np.float64]:
-    sums = np.array([counts[group].sum() for group in groups], dtype=np.float64)
-    shares: NDArray[np.float64] = sums / max(sums.sum(), 1.0)
-    return shares
 
 
 def masked_tokens_vary(batch: Any, schema: Schema, table: RowTable, rows: Ints) -> bool:

@@ -34,6 +34,8 @@ class Said:
         loses_targets: whether the roll takes labels.
         knows_rows: whether rows were compared with themselves alone.
         alternatives: entries as what they may be in place of what they were taken for.
+        written: what the step writes once per call, in words.
+        heard: names of what may depend on outputs of padding.
     """
 
     rows: int
@@ -47,6 +49,8 @@ class Said:
     loses_targets: bool
     knows_rows: bool
     alternatives: Sequence[tuple[str, Field]]
+    written: str = ""
+    heard: Sequence[str] = ()
 
     @property
     def declared(self) -> str:
@@ -121,6 +125,20 @@ def words_of(status: Status, matching: int, value: float, parameter: str, said: 
             "padding (a normalisation or a mean over all columns, a backward recurrence without packed sequences, "
             "a mask that is not passed on). Have it leave out padding by the mask"
             + (f", or {said.advice.off}" if said.is_joint else f". If the loss alone reads it: {said.advice.coupled}")
+        )
+    if status is Status.OUTPUTS:
+        read = [name for k, name in enumerate(said.heard) if matching >> k & 1]
+        return (
+            f"{', '.join(read) or 'a logged value'} of the step depends on outputs where rows have padding: with other "
+            f"numbers there it moves by {value:.2g} of itself. In chunks the model does not compute these slots, and "
+            "they hold zeros, so that this is not what it is un-split. Mask outputs by the attention mask, or "
+            f"{said.advice.off}"
+        )
+    if status is Status.WRITES:
+        return (
+            f"the training step writes into {said.written} whenever it is called. Split, it is called once per "
+            "micro-batch, not once per batch: counters and averages run ahead, queues and lists fill with parts of "
+            f"batches. Do that once per batch, {said.advice.once}. {said.advice.coupled}"
         )
     if status is Status.DECLARATION:
         candidates = enumerate(declarations(said.config, said.schema))

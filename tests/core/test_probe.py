@@ -17,16 +17,16 @@ from lightning_padmin.batch.row_table import RowTable, measure
 from lightning_padmin.batch.schema import infer_schema
 from lightning_padmin.microbatching.packed_layout import PackStyle
 from lightning_padmin.verification.probe import (
+    choose_rows,
     first_label_groups,
     make_probe,
     masked_tokens_vary,
     maybe_columns,
     one_row,
     padded_row,
-    probe_sizes,
-    tells_reductions,
     whole_probe,
 )
+from lightning_padmin.verification.rows import choices, tells_reductions
 
 CONFIG = PadMinConfig(token_budget=24)
 
@@ -40,13 +40,17 @@ def test_rows_with_many_and_with_few_loss_tokens() -> None:
     batch = support.make_batch([2, 4, 6, 6, 10, 12])
     schema, table = read(batch)
     probe = make_probe(batch, schema, table, CONFIG, 2)
-    # Of two rows each may have 12 tokens.
-    assert [each.tolist() for each in probe.groups] == [[5], [0]]
-    assert probe.rows.tolist() == [0, 5]
-    assert [part.widths for part in probe.parts] == [(12,), (2,)]
+    # Of two rows each may have 12 tokens; the other has as many as tell reductions apart.
+    assert [each.tolist() for each in probe.groups] == [[5], [3]]
+    assert probe.rows.tolist() == [3, 5]
+    assert [part.widths for part in probe.parts] == [(12,), (6,)]
+    coarse = make_probe(batch, schema, table, CONFIG, 2, limit=0.1)
+    assert [each.tolist() for each in coarse.groups] == [[5], [0]], "in half precision as few as can be"
     three, four = (make_probe(batch, schema, table, CONFIG, n) for n in (3, 4))
-    assert [each.tolist() for each in three.groups] == [[2, 3], [0]], "8 tokens each"
+    assert [each.tolist() for each in three.groups] == [[2, 3], [1]], "8 tokens each"
     assert [each.tolist() for each in four.groups] == [[2, 3], [0, 1]]
+    assert [each.tolist() for each in four.alone] == [[0], [1], [2], [3]]
+    assert [len({*each.tolist()} & {2, 3}) for each in four.second] == [1, 1], "the other way round"
 
 
 @pytest.mark.parametrize(
@@ -62,17 +66,23 @@ def test_rows_with_many_and_with_few_loss_tokens() -> None:
 )
 def test_how_many_rows(lengths: list[int], budget: int | None, possible: set[int]) -> None:
     _, table = read(support.make_batch(lengths))
-    found, telling = probe_sizes(table, PadMinConfig(token_budget=budget), 1e-3)
-    assert found == possible
-    assert telling <= found
-    assert bool(telling) == (len(set(lengths)) > 1)
+    found = choices(table, 1000 if budget is None else budget, 1e-3)
+    assert set(found) == possible
+    assert any(each.tells for each in found.values()) == (len(set(lengths)) > 1)
 
 
-def test_rows_without_loss_are_left_out() -> None:
+def test_rows_without_loss_ride_along() -> None:
     batch = support.make_batch([3, 4, 5, 6], without_loss=[0, 3])
     schema, table = read(batch)
-    assert probe_sizes(table, CONFIG, 1e-3)[0] == {2}
+    found = choose_rows(batch, schema, table, CONFIG, 1e-3)
+    assert set(found) == {2, 3, 4}
+    assert [found[n].riders for n in (2, 3, 4)] == [0, 1, 2]
     assert make_probe(batch, schema, table, CONFIG, 2).rows.tolist() == [1, 2]
+    four = make_probe(batch, schema, table, CONFIG, 4)
+    assert all(set(group.tolist()) & {1, 2} for group in four.groups), "no group of these alone"
+    assert [each.tolist() for each in four.alone] == [[0, 1, 3], [2]]
+    few = make_probe(batch, schema, table, CONFIG, 3, riders=2)  # another rank has two
+    assert sorted(map(len, few.alone)) == [3]
 
 
 def test_as_it_came_only_keeps_the_budget() -> None:

@@ -117,6 +117,9 @@ SAME: dict[str, Loss] = {
     "hard tokens": hard_tokens(3),
     "focal": lambda *a: focal(random.choice([0.5, 2.0, 3.0]))(*a),
     "policy": policy(beta=0.1, delta=2.0),
+    "policy gradient in a loop": lambda net, rows, width: sum(
+        -torch.randn(()) * row.mean() for row in rows_of(net, rows, width).view(rows, -1)
+    ),
     "rows in a loop": lambda net, rows, width: sum((ce(net, 2, width) for _ in range(rows)), start=torch.zeros(())),
     "stacked rows": lambda net, rows, width: terms(net, rows + 30 * (width % 2)),
     "divided by tokens": lambda net, rows, width: rows_of(net, rows, width).sum() / torch.tensor(rows * width),
@@ -223,7 +226,7 @@ CHANGES: dict[str, tuple[Loss, Loss, str]] = {
     "a mean is squared": (
         lambda *a: ce(*a) ** 1.0,
         lambda *a: ce(*a) ** 2.0,
-        "PowBackward0 of NllLossBackward0 with a factor (exponent) that is not 0",
+        "PowBackward0 of NllLossBackward0 with a factor (exponent) that was 1",
     ),
     "tasks in turn by their factors": (
         lambda *a: 1.0 * ce(*a) + 0.0 * rows_of(*a).mean(),

@@ -3,20 +3,23 @@
 A fingerprint is a *set* of facts, each an operation or one thing that an operation saved for its backward pass. So it
 does not depend on order or number: thousands of equal steps of a recurrent model, or a sum over however many terms,
 give what one of each gives, and a batch of another shape gives the same. What a factor is does not matter, only whether
-it is 0; which side of a kink the loss lies on does (flooding), and whether a selection leaves something out (top-k).
+it is 0 (that is noted, for up to four of a kind); which side of a kink the loss lies on does (flooding), and whether
+a selection leaves something out (top-k). So a factor that leaves 0 is a fact less: compare keys, not what is new.
 
 Where the model begins. The walk goes from the loss down and does not look below an operation that multiplies, embeds or
 normalises with a trained parameter (the head's product, a layer norm, an embedding, a fused loss that holds the head's
 weight): below is the model, for which architectures and checks of their own exist. No hooks are needed, and nothing has
 to be known about the model's outputs. Parameters in elementwise operations do not end the walk, since there they are
 penalties (`p.pow(2).sum()`), temperatures and learned weights of terms. Where the layers on top are frozen (LoRA, a
-frozen head), the walk goes on into the model and looks at no more than `most` operations, those reached in a way not
-gone before first. Layers of a deep model, steps of a recurrent one and terms of a long sum repeat the same ways, so
-what is cut off at the limit is repetition, and the set is the same for short and for long batches.
+frozen head), the walk goes on into the model. There and in long sums, the same ways from one operation to another come
+again and again (layers of a deep model, steps of a recurrent one, terms). Those gone least often are gone first, and
+none more than a few times; so what is left out is repetition, the set is the same for short and for long batches, and
+`most`, the number of operations looked at, is hardly ever reached.
 
 What it does not see: values of tensors with more than one entry (weights of tokens, a mask, a clamp that is active for
-some), what a compiled or fused function does inside (its name is all there is), and terms that consist only of
-operations that the loss had before, on outputs of the same width.
+some), what a compiled or fused function does inside (its name is all there is), what a checkpoint recomputes, factors
+in a sum beyond its first 16 terms of one kind, and terms that consist only of operations that the loss had before, on
+outputs of the same width.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_ZERO, _NONZERO, _NEGATIVE, _POSITIVE = "zero", "not zero", "negative", "not negative"
+_ZERO, _ONE, _NEGATIVE, _POSITIVE = "zero", "one", "negative", "not negative"
 _WHOLE, _PARTIAL = "all entries", "some entries"
 
 
@@ -87,7 +90,8 @@ _VIEWS = _words(
     "UnsafeView Unsqueeze View"
 )
 _WEIGHT = {"Addmm": 2, "Mm": 1}  # which input is the weight of a linear layer
-_REPEATS = 16  # how often one way from an operation to another is gone
+# How often one way from an operation to another is gone, and below products, of which most are a frozen model's.
+_REPEATS, _REPEATS_INSIDE = 16, 4
 _MOST_ZEROS = 4
 _REDUCTIONS = {"0": "'none'", "1": "'mean'", "2": "'sum'"}
 
@@ -120,15 +124,21 @@ class Fact(NamedTuple):
         if self.state in (_NEGATIVE, _POSITIVE):
             number = "number" if self.name == "self" else f"number minus its {self.name.removeprefix('self-')}"
             return f"{self.operation} of a {self.state.replace('not negative', 'positive')} {number}"
-        if self.state == _NONZERO or self.state.startswith(_ZERO):
-            return self.with_factor(f"is {self.state.replace(_ZERO, '0')}")
+        if self.is_factor:
+            return self.with_factor("is")
         state = _REDUCTIONS.get(self.state, self.state) if self.name == "reduction" else self.state
         return f"{self.operation} with {self.name}={state}"
 
-    def with_factor(self, what: str) -> str:
-        """Of a factor: which, and that it `what`."""
+    @property
+    def is_factor(self) -> bool:
+        """Whether it says that a factor is 0 (or an exponent 1); others leave no fact."""
+        return self.state.startswith((_ZERO, _ONE))
+
+    def with_factor(self, verb: str) -> str:
+        """In words, with "is" or "was"."""
         operand = f" of {self.operand}" if self.operand else ""
-        return f"{self.operation}{operand} with a factor ({self.name}) that {what}"
+        number = self.state.replace(_ZERO, "0").replace(_ONE, "1")
+        return f"{self.operation}{operand} with a factor ({self.name}) that {verb} {number}"
 
 
 class _Unread(NamedTuple):
@@ -140,9 +150,9 @@ class _Unread(NamedTuple):
     judge: Callable[[float], str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """Facts about a loss; keeps nothing of its graph.
+    """Facts about a loss; keeps nothing of its graph. Those of two losses are compared by `key`.
 
     Attributes:
         static: those known without waiting for an accelerator.
@@ -184,21 +194,19 @@ def what_changed(before: Fingerprint, after: Fingerprint) -> str:
     """What the loss `after` has that the one `before` had not, in words; else what it no longer has; else ""."""
     old, new = before.resolve(), after.resolve()
     gone, fresh = _main(old - new), _main(new - old)
-    left = {fact[:2] + fact[3:]: fact for fact in gone if fact.state.startswith(_ZERO)}  # the largest number of them
-    told = [fact.with_factor("was 0") for fact in left.values()]
-    told += [str(fact) for fact in fresh if not (fact.state == _NONZERO and fact[:2] + fact[3:] in left)]
-    if not fresh and gone and not left:
-        return "no longer " + ", ".join(map(str, gone))
-    if not fresh and any(not fact.name for fact in gone):  # a term is gone as a whole
-        return "no longer " + ", ".join(map(str, gone))
-    return ", ".join(told)
+    left = {(fact.operation, fact.name, fact.operand): fact for fact in gone if fact.is_factor}
+    if not fresh and (not left or any(not fact.name for fact in gone)):  # terms are gone as a whole
+        return ", ".join(f"no longer {fact}" for fact in gone)
+    # Sorted: of several zeros of one kind the last is the largest number of them.
+    return ", ".join([*(fact.with_factor("was") for fact in left.values()), *map(str, fresh)])
 
 
 def _counted(found: Iterable[_Key]) -> frozenset[Fact]:
     """Each once; but factors that are 0 up to `_MOST_ZEROS` times, since terms of one kind may come in one by one."""
     counts: dict[_Key, int] = {}
     for each in found:
-        counts[each] = counts.get(each, 0) + 1
+        if each[2] or not each[1]:
+            counts[each] = counts.get(each, 0) + 1
     facts = set()
     for (operation, name, state, operand), count in counts.items():
         facts.add(Fact(operation, name, state, operand))
@@ -214,7 +222,7 @@ def _main(facts: frozenset[Fact]) -> list[Fact]:
     return sorted(
         fact
         for fact in facts
-        if not fact.name or fact.operation not in whole or fact.state in (_ZERO, _NEGATIVE, _PARTIAL)
+        if not fact.name or fact.operation not in whole or fact.is_factor or fact.state in (_NEGATIVE, _PARTIAL)
     )
 
 
@@ -258,16 +266,17 @@ def _is_near(value: Tensor) -> bool:
 def _walk(root: Any, most: int, stop: frozenset[Any]) -> Iterator[tuple[Any, _How]]:
     """At most `most` nodes from `root` down, those first whose way from their parent was gone least often."""
     seen: set[Any] = {*stop, None}
-    gone: dict[tuple[_How, _How], int] = {}
-    queue: list[tuple[int, int, Any, _How]] = [] if root in seen else [(0, 0, root, _of(root))]
+    gone: dict[tuple[_How, _How, bool], int] = {}
+    queue: list[tuple[int, int, Any, _How, bool]] = [] if root in seen else [(0, 0, root, _of(root), False)]
     seen.add(root)
     serial = looked = 0
     while queue and looked < most:
-        _, _, node, how = heapq.heappop(queue)
+        _, _, node, how, is_inside = heapq.heappop(queue)
         looked += 1
         yield node, how
         if how.may_begin_model and _begins_model(node, how):
             continue
+        is_inside = is_inside or how.may_begin_model
         for below, _ in node.next_functions:
             if below in seen:
                 continue
@@ -275,13 +284,13 @@ def _walk(root: Any, most: int, stop: frozenset[Any]) -> Iterator[tuple[Any, _Ho
             below_how = _of(below)
             if below_how.is_leaf:
                 continue
-            way = (how, below_how)
+            way = (how, below_how, is_inside)
             times = gone.get(way, 0)
-            if times == _REPEATS:
+            if times == (_REPEATS_INSIDE if is_inside else _REPEATS):
                 continue
             gone[way] = times + 1
             serial += 1
-            heapq.heappush(queue, (times, serial, below, below_how))
+            heapq.heappush(queue, (times, serial, below, below_how, is_inside))
 
 
 def _begins_model(node: Any, how: _How) -> bool:
@@ -449,8 +458,9 @@ def _selected(node: Any, how: _How) -> _Facts:
             return
         sizes = value.shape
     taken, size = math.prod(node._input_metadata[0].shape), math.prod(sizes)
-    yield "selected", _WHOLE if taken >= size else _PARTIAL, str
-    if how.operation == "Slice" and taken < size:  # the shift of labels and a limit on columns are two things
+    if how.operation != "Slice":
+        yield "selected", _WHOLE if taken >= size else _PARTIAL, str
+    elif taken < size:  # the shift of labels and a limit on columns are two things
         dim, end = _unwrapped(node._saved_dim), _unwrapped(node._saved_end)
         sides = ["start"] * (node._saved_start != 0)
         sides += ["end"] if end < 0 else ["part beyond a limit"] * (end < sizes[dim])
@@ -475,7 +485,7 @@ def _tensor(node: Any, name: str) -> Tensor | None:
     if getattr(saved, "unpack_hook", saved) is not None:  # older releases do not tell: better not
         return None
     value = saved.data
-    return value.detach() if type(value) in (Tensor, nn.Parameter) else None
+    return value.detach() if type(value) in (Tensor, nn.Parameter) and not value.is_complex() else None
 
 
 def _is_of_scalars(node: Any) -> bool:
@@ -490,11 +500,11 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _zero(value: Any) -> str:
-    return _ZERO if value == 0 else _NONZERO
+    return _ZERO if value == 0 else ""
 
 
 def _power(value: Any) -> str:
-    return "1" if value == 1 else _zero(value)
+    return _ONE if value == 1 else _zero(value)
 
 
 def _sign(value: Any) -> str:
