@@ -335,8 +335,8 @@ def test_a_late_fact_of_a_loss_is_looked_at_in_the_next_window() -> None:
     plain, squared = audits.key_of(leaf.sum()), audits.key_of(leaf.mean() ** 2)
 
     def window(late: str) -> bool:
-        audits.show(lambda: {"'advantages': given"})
-        due = audits.are_due(audits.wish)
+        audits.ask(lambda: {"'advantages': given"}, loss=True)
+        due = audits.are_due(audits.wants())
         if due:
             audits.loss_is_open = False
             audits.passed(0.0, [late], loss=True, model=True)
