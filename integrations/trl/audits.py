@@ -160,7 +160,8 @@ def keys_of_losses(
         values = [None if kind is None else _values(inputs, kind, k == 0) for k, kind in enumerate(kinds)]
         try:
             with torch.enable_grad(), trl_stock.without_trace(trainer), draw.again():
-                found.add(audits.key_of(stock_loss(inputs, values)[0]))
+                loss = stock_loss(inputs, values)[0]
+            found.add(audits.key_of(loss))  # outside, where nothing watches what the graph has saved
         except Exception:  # the passes of the window will say so, in step with other ranks
             return found
     return found

@@ -96,7 +96,8 @@ def _show(trainer: Any, passes: Passes, listen: Callable[[Tensor], Any]) -> None
     for index, entry in enumerate(entries):
         without, place = trl_stock.without_trace(trainer), trl_stock.as_if_synchronising
         with torch.enable_grad(), without, place(trainer, index == len(entries) - 1), draw.again():
-            listen(passes.stock_loss(entry.inputs, leaves_of(entry.buffers))[0])
+            loss, _ = passes.stock_loss(entry.inputs, leaves_of(entry.buffers))
+        listen(loss)  # outside, where nothing watches what the graph has saved
 
 
 def _is_of_log_probs(trainer: Any, model: Any, passes: Passes) -> bool:
