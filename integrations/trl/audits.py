@@ -29,7 +29,6 @@ class Audits:
 
     Attributes:
         ledger: what looks that passed have seen.
-        wish: whether this rank wants a look at the batch that is being prepared; other ranks hear of it.
         loss_is_open: no look has told yet whether the loss separates; the same on all ranks.
         model_is_open: the same of the model and padding.
     """
@@ -40,7 +39,9 @@ class Audits:
 
     def begin(self) -> None:
         """A training begins: with another loss, perhaps."""
-        self.ledger, self.wish = Ledger(self._every), False
+        self.ledger = Ledger(self._every)
+        self._facets: Callable[[], set[str]] | None = None
+        self._of_loss = False
         self.loss_is_open = self.model_is_open = self._check != "off"
         self._shown: set[str] = set()
         self._prints: dict[str, Fingerprint] = {}
@@ -53,19 +54,27 @@ class Audits:
         """Whether later windows are looked at, too."""
         return self._check == "audit"
 
-    def show(self, facets: Callable[[], set[str]]) -> None:
-        """What the window that is about to run shows; to be called once for each, before ranks agree on its plan.
+    def ask(self, facets: Callable[[], set[str]], *, loss: bool) -> None:
+        """A window is about to run; to be called once for each, before ranks agree on its plan.
 
         Args:
-            facets: finds it out.
+            facets: finds out what it shows.
+            loss: whether a look would tell of its loss.
         """
         self._windows += 1
+        self._of_loss, self._facets = loss, facets if self.stands else None
         if self.stands:
             self.ledger.begin_step()
-            self._shown = facets()
-            self.ledger.show(self._shown)
-            self._news = sorted(self.ledger.new)
-            self.wish = self.ledger.wants or self.loss_is_open
+
+    def wants(self, *batch: object) -> bool:
+        """Whether this rank wants a look at the batch that is being prepared; other ranks hear of it, and of errors."""
+        facets, self._facets = self._facets, None
+        if facets is None:
+            return False
+        self._shown = facets()
+        self.ledger.show(self._shown)
+        self._news = sorted(self.ledger.new)
+        return self.ledger.wants or (self._of_loss and self.loss_is_open)
 
     def are_due(self, any_wish: bool) -> bool:
         """Whether to look at it, now that ranks have agreed.
@@ -73,10 +82,10 @@ class Audits:
         Args:
             any_wish: whether any rank wants that.
         """
-        self.wish = False
         if self.stands:
             return any_wish
-        return self.loss_is_open or (self.model_is_open and self._windows <= MOST_BATCHES)
+        of_loss = self._of_loss and self.loss_is_open
+        return of_loss or (self.model_is_open and self._windows <= MOST_BATCHES)
 
     def passed(self, difference: float, keys: Sequence[str], *, loss: bool, model: bool) -> None:
         """A look has found nothing.
@@ -151,7 +160,8 @@ def keys_of_losses(
         values = [None if kind is None else _values(inputs, kind, k == 0) for k, kind in enumerate(kinds)]
         try:
             with torch.enable_grad(), trl_stock.without_trace(trainer), draw.again():
-                found.add(audits.key_of(stock_loss(inputs, values)[0]))
+                loss = stock_loss(inputs, values)[0]
+            found.add(audits.key_of(loss))  # outside, where nothing watches what the graph has saved
         except Exception:  # the passes of the window will say so, in step with other ranks
             return found
     return found

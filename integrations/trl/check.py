@@ -87,14 +87,17 @@ def _verdict(trainer: Any, model: Any, passes: Passes, need_rows: bool) -> tuple
         return Verdict.SEPARATES, 0.0
     worst = max(_difference(trainer, passes, entry, whole, draw) for entry, whole in zip(entries, wholes, strict=True))
     worst = max(worst, _of_calls(trainer, passes, entries[0], wholes[0], draw))
+    worst = max(worst, _of_place(trainer, passes, entries[-1], wholes[-1], draw))
     return (Verdict.SEPARATES if worst <= _TOLERANCE * scale else Verdict.COUPLES), worst / scale
 
 
 def _show(trainer: Any, passes: Passes, listen: Callable[[Tensor], Any]) -> None:
-    draw = RandomState()
-    for entry in passes.window.entries:
-        with torch.enable_grad(), trl_stock.without_trace(trainer), draw.again():
-            listen(passes.stock_loss(entry.inputs, leaves_of(entry.buffers))[0])
+    draw, entries = RandomState(), passes.window.entries
+    for index, entry in enumerate(entries):
+        without, place = trl_stock.without_trace(trainer), trl_stock.as_if_synchronising
+        with torch.enable_grad(), without, place(trainer, index == len(entries) - 1), draw.again():
+            loss, _ = passes.stock_loss(entry.inputs, leaves_of(entry.buffers))
+        listen(loss)  # outside, where nothing watches what the graph has saved
 
 
 def _is_of_log_probs(trainer: Any, model: Any, passes: Passes) -> bool:
@@ -133,6 +136,17 @@ def _of_calls(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor
     with torch.enable_grad(), trl_stock.without_trace(trainer), draw.again():
         passes.stock_loss(entry.inputs, [None if leaf is None else leaf.detach() for leaf in leaves])
         draw.restore()
+        loss, _ = passes.stock_loss(entry.inputs, leaves)
+    pairs = zip(gradients_of(loss, leaves), whole, strict=True)
+    return max(_largest(f - w) for f, w in pairs if f is not None and w is not None)
+
+
+def _of_place(trainer: Any, passes: Passes, entry: Entry, whole: Sequence[Tensor | None], draw: RandomState) -> float:
+    """How far gradients differ at the end of an accumulation window, where no chunk of a split stands by itself."""
+    leaves = leaves_of(entry.buffers)
+    # Over what `without_trace` has put there, whose collectives are of one process.
+    without, place = trl_stock.without_trace(trainer), trl_stock.as_if_synchronising
+    with torch.enable_grad(), without, place(trainer, True), draw.again():
         loss, _ = passes.stock_loss(entry.inputs, leaves)
     pairs = zip(gradients_of(loss, leaves), whole, strict=True)
     return max(_largest(f - w) for f, w in pairs if f is not None and w is not None)

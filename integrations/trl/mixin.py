@@ -10,8 +10,9 @@ ones (GRPO, RLOO) `mode` of the configuration says how:
               itself through the trainer's own loss; rows of the whole accumulation window are regrouped together
     joint     the same passes in chunks that keep one graph per stock micro-batch
     replay    split for losses that couple rows: log-probs first, the stock loss on them, then chunk by chunk again
-    auto      split where the trainer's own loss separates over rows (checked on the first window that can tell), else
-              replay; joint for the balance loss of experts and for losses that run the model themselves
+    auto      split where the trainer's own loss separates over rows (checked on the first window that can tell, and on
+              later ones that show something new), else replay; joint for the balance loss of experts and for losses
+              that run the model themselves
 
 The mixin only passes calls on to an engine, `online.Engine` or `offline.OfflineEngine`.
 """

@@ -133,11 +133,9 @@ class ModelCheck:
 
     def found(self) -> Found:
         """Runs the passes, equally many on every rank, and puts back what they wrote."""
-        probe = self._agreed_probe()
-        if probe is None:
-            return _of(Status.CANNOT_TELL)
         try:
-            return self._found(probe)
+            probe = self._agreed_probe()
+            return _of(Status.CANNOT_TELL) if probe is None else self._found(probe)
         finally:
             self._passes.restore()
 

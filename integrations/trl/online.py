@@ -110,7 +110,7 @@ class Engine:
         self._audits = Audits(config)
         self._training.ledger = None  # windows are looked at here, and losses of their own
         self._may_read_padding = config.check != "off"
-        self._couples = False  # found where one chunk held all rows, so that it made no difference
+        self._must_not_be_split = False  # found where one chunk held all rows, so that it made no difference
         self._rest = 0
         self._kinds: tuple[tuple[torch.dtype, torch.device] | None, ...] = ()
         self._as_stock = shards_what_sees(trainer)
@@ -129,6 +129,7 @@ class Engine:
         """A training begins."""
         self.reset()
         self._audits.begin()
+        self._must_not_be_split = False
         self._may_read_padding = self.session.config.check != "off"
 
     def reset(self) -> None:
@@ -167,7 +168,7 @@ class Engine:
         no_sync = self._no_sync_of(model) if training else None
         budget = self._budget(rows * input_ids.shape[1])
         if training:
-            self._audits.show(lambda: token_facets(attention_mask, logits_to_keep))
+            self._audits.ask(lambda: token_facets(attention_mask, logits_to_keep), loss=False)
         batcher = self._batcher(0)
         batches = self._training.prepare_made(tokens, by=batcher, token_budget=budget, is_whole=is_whole)
         self._look_at_prompts(first_tokens(batches.table, logits_to_keep))
@@ -198,7 +199,7 @@ class Engine:
         """
         if steps not in self._batchers:
             self._batchers[steps] = self._training.batcher(
-                self._config, encoder_decoder=False, wants_audit=lambda *_: self._audits.wish
+                self._config, encoder_decoder=False, wants_audit=self._audits.wants
             )
         return self._batchers[steps]
 
@@ -322,7 +323,7 @@ class Engine:
         slots = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
         # As it is now: while chunks run, an attribute of the trainer stands in its place.
         loss = partial(self._stock_loss, trainer.compute_loss, num_items_in_batch, model)
-        self._audits.show(lambda: self._facets(entries, loss))
+        self._audits.ask(lambda: self._facets(entries, loss), loss=True)
         batcher = self._batcher(len(entries))
         prepare = partial(self._training.prepare_made, by=batcher)
         window = Window(entries, prepare, self._budget(slots))
@@ -330,7 +331,7 @@ class Engine:
         guard = self._training.guard(window.batches, last=window.order[-1])
         score = partial(self._score, model, window)
         passes = Passes(trainer, window, score, loss, guard, self._hear if self._audits.stands else None)
-        if self._audits.are_due(batcher.audits) or (self._couples and len(window.batches) > 1):
+        if self._audits.are_due(batcher.audits) or (self._must_not_be_split and len(window.batches) > 1):
             self._audit(model, passes, self._budget(slots))
             if self.mode == "joint":
                 return None
@@ -395,11 +396,14 @@ class Engine:
                 own, difference = separates(self._trainer, model, passes, need_rows, listen)
             verdict = Verdict(int(self._topology.exchange([own])[:, 0].max()))
             told = own != Verdict.CANNOT_TELL
-            self._couples = verdict == Verdict.COUPLES and not several
-            if not self._couples:
+            changes = verdict in (Verdict.COUPLES, Verdict.NOT_OF_LOG_PROBS)
+            self._must_not_be_split = changes and need_rows and not several
+            if not self._must_not_be_split:
                 self._heed(verdict, difference)
             audits.loss_is_open = audits.loss_is_open and verdict == Verdict.CANNOT_TELL
-        self._look_at_model(model, window.batches, window.completion, budget, loss=told, keys=keys, of_loss=difference)
+        if audits.stands or audits.model_is_open:
+            batches, completion = window.batches, window.completion
+            self._look_at_model(model, batches, completion, budget, loss=told, keys=keys, of_loss=difference)
 
     def _heed(self, verdict: Verdict, difference: float) -> None:
         """Goes over to a mode that is exact, or raises."""

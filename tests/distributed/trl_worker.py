@@ -135,6 +135,50 @@ def couples_on_one_rank() -> Any:
     return compared("auto", layer=Coupled, off_policy_mask_threshold=100.0)
 
 
+class CouplesLater(Uneven):
+    """A term that couples rows, from the second step on, on rank 1 alone."""
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
+        outputs = super()._get_per_token_logps_and_entropies(*args, **options)
+        if torch.is_grad_enabled():
+            self.values = outputs[0]
+        return outputs
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **options)
+        mask = inputs["completion_mask"]
+        if RANK == 1 and self.state.global_step >= 1:
+            loss = loss + 0.5 * ((self.values * mask).sum() / mask.sum()) ** 2
+        return loss
+
+
+def refusal(layer: type, mode: str, make: Callable[[], Any] = cases.qwen2) -> str:
+    """The error of a training, and after which step it came."""
+    trainer = cases.build(cases.trainers(outer=(layer,))[1], OPTIONS, cases.padmin(mode), make)
+    try:
+        trainer.train()
+    except Exception as error:
+        return f"{trainer.state.global_step} {type(error).__name__}: {error}"
+    return "trained"
+
+
+def couples_later_on_one_rank() -> Any:
+    return compared("auto", layer=CouplesLater), refusal(CouplesLater, "split")
+
+
+def reads_padding() -> Any:
+    """Every position sees the mean over all columns."""
+
+    def averaging() -> Any:
+        model = cases.qwen2()
+        model.get_input_embeddings().register_forward_hook(
+            lambda module, args, output: output + output.mean(1, keepdim=True)
+        )
+        return model
+
+    return refusal(Uneven, "split", averaging), refusal(Uneven, "joint", averaging)
+
+
 def equal_weights() -> Any:
     """Negative control."""
     original = trl_passes.Passes._split

@@ -19,7 +19,7 @@ from lightning_padmin.errors import ConfigError, GradientCheckError
 from lightning_padmin.integrations.trl.audits import Audits
 from lightning_padmin.integrations.trl.facets import BEHIND, LEFT, token_facets, window_facets
 
-PLAIN = {"loss_type": "dapo", "gradient_checkpointing": False, "max_steps": 3}
+PLAIN = {"loss_type": "dapo", "gradient_checkpointing": False, "max_steps": 4}
 
 
 def slow(*values: Any) -> Any:
@@ -36,7 +36,7 @@ class FullAtFirst:
 
 
 class Keeps:
-    """Has the log-probs that its loss was made of; `later` from the third step on."""
+    """Has the log-probs that its loss was made of; `later` from the fourth step on, where no look is due."""
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
         outputs = super()._get_per_token_logps_and_entropies(*args, **options)
@@ -46,7 +46,7 @@ class Keeps:
 
     @property
     def later(self) -> bool:
-        return self.state.global_step >= 2
+        return self.state.global_step >= 3
 
     def mean(self, inputs: Any, which: int = 0) -> Tensor:
         mask = inputs["completion_mask"]
@@ -120,6 +120,14 @@ class Floods(Keeps):
         return (loss - level).abs() + level
 
 
+class AtTheEnd(Keeps):
+    """A term of the last micro-batch before an optimizer step alone, which separates over rows."""
+
+    def term(self, inputs: Any) -> Any:
+        mask = inputs["completion_mask"]
+        return 0.05 * (self.values[0] * mask).sum(1).mean() if self.accelerator.sync_gradients else 0.0
+
+
 def train(kind: type, padmin: PadMinConfig, **more: Any) -> cases.Record:
     return cases.run(cases.build(kind, PLAIN, padmin, **more))
 
@@ -148,6 +156,17 @@ def test_auto_goes_over_to_what_is_exact_before_a_window_that_needs_it(layers: t
 
 
 @pytest.mark.slow
+def test_a_term_at_the_end_of_a_window_is_trained() -> None:
+    stock, ours = cases.trainers(outer=(AtTheEnd,))
+    with pytest.warns(PadMinWarning, match="mode='replay': "):
+        found = train(ours, cases.padmin())
+    wanted = cases.train(stock, PLAIN, None)
+    cases.same(found, wanted)
+    split = train(ours, cases.padmin("split", check="off"))
+    assert cases.gradient_difference(split, wanted) > 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [WarmsUp, Appears, PenaltyLater, EqualAtFirst])
 def test_negative_control_one_look_is_not_enough(kind: type) -> None:
     stock, ours = cases.trainers(outer=(kind,))
@@ -173,7 +192,7 @@ def test_a_window_that_would_train_something_else_is_refused(layers: tuple[type,
     trainer = cases.build(cases.trainers(outer=layers)[1], PLAIN, cases.padmin(mode))
     with pytest.raises(ConfigError, match=words):
         trainer.train()
-    assert trainer.state.global_step in (1, 2)
+    assert trainer.state.global_step in (1, 3)
     assert not {"compute_loss", "_prepare_inputs", "training_step"} & vars(trainer).keys()
 
 
@@ -276,7 +295,7 @@ def test_a_model_that_reads_padding_is_refused_at_the_first_window_that_has_some
 def test_positions_by_column_are_told_once_and_trained_as_rows_are_alone() -> None:
     with pytest.warns(PadMinWarning, match="left padding before prompts changes gradients of this model") as warned:
         found = train(cases.OURS, cases.padmin("split"), make=counting)
-    assert len(found.gradients) == 3
+    assert len(found.gradients) == 4
     assert sum(issubclass(each.category, PadMinWarning) for each in warned) == 1
 
 
@@ -316,8 +335,8 @@ def test_a_late_fact_of_a_loss_is_looked_at_in_the_next_window() -> None:
     plain, squared = audits.key_of(leaf.sum()), audits.key_of(leaf.mean() ** 2)
 
     def window(late: str) -> bool:
-        audits.show(lambda: {"'advantages': given"})
-        due = audits.are_due(audits.wish)
+        audits.ask(lambda: {"'advantages': given"}, loss=True)
+        due = audits.are_due(audits.wants())
         if due:
             audits.loss_is_open = False
             audits.passed(0.0, [late], loss=True, model=True)
