@@ -8,6 +8,8 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
     first_batch  which of the first batches are checked
     topology     how processes lie, and so when they meet
     trainers     what Trainers of transformers and of TRL have alike
+    loops        `backward` of loops of the user's own: losses, and the checks of these
+    shards       gradients of shards that wait to be reduced
     two_ways     gradients of one loss in two ways
     deepspeed    several backward passes where DeepSpeed's engine expects one
     empty_loss   losses of 0/0 made a zero in the graph
@@ -20,6 +22,7 @@ from lightning_padmin.integrations.common.backward import acts_on_gradients, ree
 from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
 from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined, zero_of_parameters
 from lightning_padmin.integrations.common.first_batch import MOST_BATCHES, FirstBatches
+from lightning_padmin.integrations.common.loops import LossCheck, LossChecks, LossFunction, one_number
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.topology import Kind, Topology, ddp_of, has_static_graph
 from lightning_padmin.integrations.common.trainers import (
@@ -45,6 +48,9 @@ __all__ = [
     "Apart",
     "FirstBatches",
     "Kind",
+    "LossCheck",
+    "LossChecks",
+    "LossFunction",
     "OneLoss",
     "Outcome",
     "RandomState",
@@ -68,6 +74,7 @@ __all__ = [
     "has_step_in_front",
     "look_for_whole_steps",
     "needs_rows",
+    "one_number",
     "own_step",
     "reenters",
     "refuse_batch_statistics",
