@@ -8,6 +8,7 @@
             optimizer.step()
             optimizer.zero_grad()
 
+`pad.backward(batch, model, loss_fn)` is the inner loop in one call, which besides checks that splitting is exact.
 Everything that can fail, and the one collective, come before the first micro-batch; from then on a loop only gathers
 rows and decides whether gradients are reduced. Checked with accelerate 1.10.1 and 1.15.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 try:
@@ -26,18 +27,22 @@ except ImportError as error:
     raise ImportError('PadMin needs Accelerate: pip install "accelerate>=1.10.1"') from error
 
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_padmin.config import PadMinConfig, resolve, say_once
 from lightning_padmin.errors import BatchError, ConfigError
 from lightning_padmin.integrations.common import (
     Kind,
+    LossCheck,
+    LossChecks,
+    LossFunction,
     Session,
     Topology,
     Training,
     ddp_of,
     find_engine,
     has_static_graph,
+    one_number,
 )
 from lightning_padmin.microbatching import MicroBatch
 from lightning_padmin.stats import PaddingStats
@@ -86,6 +91,7 @@ class PadMin:
             _refuse_unsupported(accelerator, self.config)
             self._session.refuse_packs("PadMin.micro_batches")
         self._open: weakref.ref[nn.Module] | None = None
+        self._checks = LossChecks(self._session, nullcontext)
 
     @property
     def stats(self) -> PaddingStats:
@@ -106,7 +112,8 @@ class PadMin:
 
         The batch is planned, and all ranks agree, before this method returns. Forward and backward pass both belong
         into the body of the loop, which must run to its end. Inside of `accelerator.accumulate(model)` or without it;
-        optimizer step, clipping and `accelerator.sync_gradients` belong after the loop.
+        optimizer step, clipping and `accelerator.sync_gradients` belong after the loop. Nobody checks whether losses
+        are what the options declare: `backward` does, this loop cannot.
 
         Args:
             batch: this rank's batch, on its device; it is only read.
@@ -121,13 +128,65 @@ class PadMin:
                 or a previous loop that was left before its end. From within the loop: `backward` was not called
                 exactly once for a micro-batch.
         """
+        return self._start(batch, model)[0]
+
+    def backward(self, batch: Any, model: nn.Module, loss_fn: LossFunction) -> Tensor:
+        """The loop over `micro_batches` with its backward passes, for a loss that is all there is to a step.
+
+        Unlike a loop of your own it is checked: gradients of a few rows, split and as they came, before the first
+        batch that can tell is sent backward, and with `check="audit"` before later ones that show something new, and
+        now and then. `loss_fn` is called for that too; what it writes into the model and into variables that it
+        names is put back. And it gets over a batch without any loss tokens, whose mean loss is 0/0. With DeepSpeed
+        there is no check, which is said once.
+
+        Args:
+            batch: this rank's batch, on its device; it is only read.
+            model: what `accelerator.prepare` returned.
+            loss_fn: takes a micro-batch of the batch's own type, calls `model`, returns the loss, one number, not
+                divided by `gradient_accumulation_steps`: `accelerator.backward` does that.
+
+        Returns:
+            (), the loss of the whole batch on this rank, detached.
+
+        Raises:
+            ConfigError: `loss_fn` returns something else, besides what `micro_batches` refuses.
+            GradientCheckError: splitting is not exact for this loss; names the fix. Before the batch is sent
+                backward gradients stay as they are, those of batches before it in the same step included. Where the
+                kind of the loss gives it away, that is known behind a backward pass only: gradients are of a part of
+                the batch then, and all of `model` are dropped, as by `model.zero_grad(set_to_none=True)`.
+            PadMinError: as `micro_batches` does, before the first call of `loss_fn`.
+
+        Example:
+            >>> for batch in loader:
+            ...     with accelerator.accumulate(model):
+            ...         loss = pad.backward(batch, model, lambda micro: model(**micro).loss)
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+        """
+        total: Tensor | None = None
+        steps, check = self._start(batch, model, loss_fn)
+        for micro in steps:
+            loss = one_number(loss_fn(micro.batch)) if check is None else check.weighted(micro, loss_fn)
+            part = loss.detach().clone()  # a copy: what scales losses may change them in place
+            total = part if total is None else total + part
+            self.accelerator.backward(loss)
+            if check is not None:
+                check.settle(micro)
+        assert total is not None
+        return total
+
+    def _start(
+        self, batch: Any, model: nn.Module, loss_fn: LossFunction | None = None
+    ) -> tuple[Iterator[MicroBatch], LossCheck | None]:
+        """The loop, and what checks losses in it; None where nothing is split."""
         self._agree()
         if not self.config.enabled:
-            return self._session.loop_as_it_came(batch)
+            return self._session.loop_as_it_came(batch), None
         training = self._training(model)
-        planned = training.prepare(batch)
+        check = self._checks.of(training)
+        planned = check.prepare(batch) if loss_fn is None else check.prepare_for(batch, loss_fn)
         self._open = weakref.ref(model)
-        return self._session.loop(planned, lambda micro: self._around(model, training, micro))
+        return self._session.loop(planned, lambda micro: self._around(model, training, micro)), check
 
     def discard(self) -> None:
         """Forgets a loop that was left before its end on purpose, and lets gradients be reduced again.

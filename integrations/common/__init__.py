@@ -8,6 +8,8 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
     first_batch  which of the first batches are checked
     topology     how processes lie, and so when they meet
     trainers     what Trainers of transformers and of TRL have alike
+    loops        `backward` of loops of the user's own: losses, and the checks of these
+    shards       gradients of shards that wait to be reduced
     two_ways     gradients of one loss in two ways
     isolated     what a model gives for some rows by themselves
     deepspeed    several backward passes where DeepSpeed's engine expects one
@@ -22,6 +24,7 @@ from lightning_padmin.integrations.common.deepspeed import accumulation_boundary
 from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined, zero_of_parameters
 from lightning_padmin.integrations.common.first_batch import MOST_BATCHES, FirstBatches
 from lightning_padmin.integrations.common.isolated import Isolated, Seen, added
+from lightning_padmin.integrations.common.loops import LossCheck, LossChecks, LossFunction, one_number
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.topology import Kind, Topology, ddp_of, has_static_graph
 from lightning_padmin.integrations.common.trainers import (
@@ -51,6 +54,9 @@ __all__ = [
     "Isolated",
     "Kind",
     "Ledger",
+    "LossCheck",
+    "LossChecks",
+    "LossFunction",
     "OneLoss",
     "Outcome",
     "RandomState",
@@ -78,6 +84,7 @@ __all__ = [
     "look_for_whole_steps",
     "needs_rows",
     "new_in_loss",
+    "one_number",
     "own_step",
     "reenters",
     "refuse_batch_statistics",

@@ -3,7 +3,8 @@
 loop  the class, and when gradients are reduced
 """
 
-from lightning_padmin.integrations.fabric.loop import FabricPadMin, LossFunction, micro_batched_backward
+from lightning_padmin.integrations.common import LossFunction
+from lightning_padmin.integrations.fabric.loop import FabricPadMin, micro_batched_backward
 
 __all__ = [
     "FabricPadMin",

@@ -6,8 +6,9 @@ micro-batch; from then on a loop only gathers rows and decides whether gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 try:
@@ -15,6 +16,7 @@ try:
 except ImportError as error:
     raise ImportError('FabricPadMin needs Lightning: pip install "lightning-padmin[lightning]"') from error
 
+from lightning.fabric import wrappers
 from lightning.fabric.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -31,12 +33,15 @@ from lightning_padmin.config import PadMinConfig, as_config
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.integrations.common import (
     Kind,
+    LossCheck,
+    LossChecks,
+    LossFunction,
     Session,
     Topology,
     Training,
-    collected_outputs,
-    defined,
     has_static_graph,
+    one_number,
+    replaced,
 )
 from lightning_padmin.microbatching import MicroBatch
 from lightning_padmin.stats import PaddingStats
@@ -44,7 +49,6 @@ from lightning_padmin.stats import PaddingStats
 __all__ = ["FabricPadMin", "micro_batched_backward"]
 
 _FIX_OF_HOOKS = "Do that once per batch, behind the loop over micro_batches and before optimizer.step()"
-LossFunction = Callable[[Any], Tensor]
 
 
 class FabricPadMin:
@@ -91,6 +95,7 @@ class FabricPadMin:
             _refuse_strategy(fabric.strategy, defer_sync)
             self._session.refuse_packs("FabricPadMin.micro_batches")
         self.fabric = fabric
+        self._checks = LossChecks(self._session, self._quiet)
         self._defer_sync = not _is_sharded(fabric) if defer_sync is None else defer_sync
 
     @property
@@ -107,6 +112,7 @@ class FabricPadMin:
 
         The batch is planned, and all ranks agree, before this method returns. Forward and backward pass both belong
         into the body of the loop, which must run to its end: whether gradients are reduced is switched around it.
+        Nobody checks whether losses are what the options declare: `backward` does, this loop cannot.
 
         Args:
             batch: this rank's batch, on its device; it is only read.
@@ -123,6 +129,50 @@ class FabricPadMin:
             PadMinError: on every rank when any rank has a batch that cannot be planned, a model that cannot be split
                 (batch normalization in training mode, say), or a previous loop that was left before its end.
         """
+        return self._start(batch, model, is_accumulating)[0]
+
+    def backward(self, batch: Any, model: nn.Module, loss_fn: LossFunction, *, is_accumulating: bool = False) -> Tensor:
+        """The loop over `micro_batches` with its backward passes, for a loss that is all there is to a step.
+
+        Unlike a loop of your own it is checked: gradients of a few rows, split and as they came, before the first
+        batch that can tell is sent backward, and with `check="audit"` before later ones that show something new, and
+        now and then. `loss_fn` is called for that too; what it writes into the model and into variables that it
+        names is put back. And it gets over a batch without any loss tokens, whose mean loss is 0/0: gradients of
+        zero then flow back from the tensors that calling `model` gave, so that no rank waits for another.
+
+        Args:
+            batch: this rank's batch, on its device; it is only read.
+            model: what `fabric.setup` or `fabric.setup_module` returned.
+            loss_fn: takes a micro-batch of the batch's own type, calls `model`, returns the loss, one number.
+            is_accumulating: as for `micro_batches`.
+
+        Returns:
+            (), the loss of the whole batch on this rank, detached.
+
+        Raises:
+            ConfigError: `loss_fn` returns something else, besides what `micro_batches` refuses.
+            GradientCheckError: splitting is not exact for this loss; names the fix. Before the batch is sent
+                backward gradients stay as they are, those of batches before it in the same step included. Where the
+                kind of the loss gives it away, that is known behind a backward pass only: gradients are of a part of
+                the batch then, and all of `model` are dropped, as by `model.zero_grad(set_to_none=True)`.
+            PadMinError: as `micro_batches` does, before the first call of `loss_fn`.
+        """
+        total: Tensor | None = None
+        steps, check = self._start(batch, model, is_accumulating, loss_fn)
+        for micro in steps:
+            loss = one_number(loss_fn(micro.batch)) if check is None else check.weighted(micro, loss_fn)
+            part = loss.detach().clone()  # a copy: scaled precision may change the loss in place
+            total = part if total is None else total + part
+            self.fabric.backward(loss)
+            if check is not None:
+                check.settle(micro)
+        assert total is not None
+        return total
+
+    def _start(
+        self, batch: Any, model: nn.Module, is_accumulating: bool, loss_fn: LossFunction | None = None
+    ) -> tuple[Iterator[MicroBatch], LossCheck | None]:
+        """The loop, and what checks losses in it; None where nothing is split."""
         if not isinstance(is_accumulating, bool):
             raise ConfigError(f"is_accumulating={is_accumulating!r}: expected True or False")
         if not is_wrapped(model) or not isinstance(model, nn.Module):
@@ -144,38 +194,11 @@ class FabricPadMin:
                 yield
 
         if training is None:
-            return self._session.loop_as_it_came(batch, around)
-        planned = training.prepare(batch)
+            return self._session.loop_as_it_came(batch, around), None
+        check = self._checks.of(training)
+        planned = check.prepare(batch) if loss_fn is None else check.prepare_for(batch, loss_fn)
         self._mend_synchronisation(model)
-        return self._session.loop(planned, around)
-
-    def backward(self, batch: Any, model: nn.Module, loss_fn: LossFunction, *, is_accumulating: bool = False) -> Tensor:
-        """The loop over `micro_batches` with its backward passes, for a loss that is all there is to a step.
-
-        Unlike a loop of your own it also gets over a batch without any loss tokens, whose mean loss is 0/0: gradients
-        of zero then flow back from the tensors that calling `model` gave, so that no rank waits for another.
-
-        Args:
-            batch: this rank's batch, on its device; it is only read.
-            model: what `fabric.setup` or `fabric.setup_module` returned.
-            loss_fn: takes a micro-batch of the batch's own type, calls `model`, returns the loss, one number.
-            is_accumulating: as for `micro_batches`.
-
-        Returns:
-            (), the loss of the whole batch on this rank, detached.
-
-        Raises:
-            ConfigError: `loss_fn` returns something else, besides what `micro_batches` refuses.
-            PadMinError: as `micro_batches` does, before the first call of `loss_fn`.
-        """
-        total: Tensor | None = None
-        for micro in self.micro_batches(batch, model, is_accumulating=is_accumulating):
-            loss = _weighted_loss(micro, model, loss_fn)
-            part = loss.detach().clone()  # a copy: scaled precision may change the loss in place
-            total = part if total is None else total + part
-            self.fabric.backward(loss)
-        assert total is not None
-        return total
+        return self._session.loop(planned, around), check
 
     def discard(self) -> None:
         """Forgets a loop that was left before its end on purpose, and lets gradients be reduced again.
@@ -222,6 +245,10 @@ class FabricPadMin:
             ),
         )
 
+    def _quiet(self) -> AbstractContextManager[None]:
+        """Backward passes inside need not go through `fabric.backward`, which scales losses and steps engines."""
+        return replaced(wrappers, _in_fabric_backward=True)
+
     def _check(self, training: Training) -> None:
         """What must hold before a batch is read; all ranks hear of an error."""
         self._session.loops.refuse_unfinished()
@@ -254,8 +281,9 @@ def micro_batched_backward(
 ) -> Tensor:
     """Forward and backward passes for one batch, split into micro-batches; see `FabricPadMin.backward`.
 
-    Nothing is remembered between calls. In a training loop make one `FabricPadMin` and call its `backward`, which
-    inspects the model once, says each warning once, and has metrics.
+    Nothing is remembered between calls, so the loss is not checked: that would cost more than the batch, each time. In
+    a training loop make one `FabricPadMin` and call its `backward`, which checks it, inspects the model once, says each
+    warning once, and has metrics.
 
     Args:
         fabric: the `Fabric` that has set up `model`.
@@ -270,7 +298,7 @@ def micro_batched_backward(
     Raises:
         PadMinError: before the first call of `loss_fn`, on every rank when any rank has one.
     """
-    return FabricPadMin(fabric, config).backward(batch, model, loss_fn)
+    return FabricPadMin(fabric, replace(as_config(config), check="off")).backward(batch, model, loss_fn)
 
 
 def _refuse_strategy(strategy: object, defer_sync: bool | None) -> None:
@@ -309,19 +337,3 @@ def _original(model: nn.Module) -> nn.Module:
     module = model.module
     assert isinstance(module, nn.Module)
     return module
-
-
-def _weighted_loss(micro: MicroBatch, model: nn.Module, loss_fn: LossFunction) -> Tensor:
-    if micro.weight != 0 and micro.has_loss:
-        return _one_number(loss_fn(micro.batch)) * micro.weight
-    with collected_outputs([model]) as outputs:
-        loss = _one_number(loss_fn(micro.batch))
-    # Of a mean over no tokens, a zero at what the model returned: strategies wait for gradients there.
-    return defined(loss, outputs) * micro.weight
-
-
-def _one_number(loss: object) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ConfigError(f"loss_fn returned {found}: expected the loss of the micro-batch, a tensor of one number")
-    return loss.reshape(())

@@ -1,0 +1,309 @@
+"""`backward(batch, model, loss_fn)` of loops of the user's own: losses of micro-batches, and the checks of these."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType, SimpleNamespace
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from lightning_padmin.errors import ConfigError, GradientCheckError
+from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined
+from lightning_padmin.integrations.common.first_batch import FirstBatches
+from lightning_padmin.integrations.common.session import Session
+from lightning_padmin.integrations.common.shards import reducing
+from lightning_padmin.integrations.common.topology import ddp_of
+from lightning_padmin.integrations.common.training import Training
+from lightning_padmin.microbatching import MicroBatch, MicroBatcher, MicroBatches
+from lightning_padmin.runtime import replaced
+from lightning_padmin.verification import Advice, Outcome
+
+LossFunction: TypeAlias = Callable[[Any], Tensor]
+Quiet: TypeAlias = Callable[[], AbstractContextManager[Any]]
+
+_STOP = "use PadMinConfig(enabled=False)"
+_COUPLED = f"Call the model through lightning_padmin.PaddedForward in a loop over whole batches, or {_STOP}"
+_ENGINE = (
+    "DeepSpeed's engine runs every backward pass, so that gradients of a few rows cannot be compared: losses of "
+    "PadMin.backward are not checked. Use verify_equivalence once"
+)
+_MOST_WITHOUT_GRADIENT = 5
+
+
+class LossChecks:
+    """Those of one adapter, for each model.
+
+    Args:
+        session: of the adapter.
+        quiet: a context in which calls of a loss function are no steps of the framework's; see `LossCheck`.
+    """
+
+    def __init__(self, session: Session, quiet: Quiet) -> None:
+        self._session, self._quiet = session, quiet
+        self._checks: weakref.WeakKeyDictionary[nn.Module, LossCheck] = weakref.WeakKeyDictionary()
+
+    def of(self, training: Training) -> LossCheck:
+        """The one of a model."""
+        model = training.wrapper
+        if model not in self._checks:
+            self._checks[model] = LossCheck(self._session, training, self._quiet)
+        return self._checks[model]
+
+
+class LossCheck:
+    """The losses of one model in a loop of the user's, and whether splitting them is exact.
+
+    The first batches are checked until they have told, later ones as the training's ledger says. A check runs on a
+    few rows, without the wrappers that reduce gradients; nothing is left of it in the model, in the random state, or
+    in what the loss function closes over.
+
+    Args:
+        session: says what is found.
+        training: of the model.
+        quiet: a context in which calls of a loss function are no steps of the framework's.
+    """
+
+    def __init__(self, session: Session, training: Training, quiet: Quiet) -> None:
+        self._session, self._training, self._quiet = session, training, quiet
+        self._can = training.topology.kind != "engine"
+        most = _MOST_WITHOUT_GRADIENT if session.config.check == "first-batch" else None
+        is_on = self._can and session.config.check != "off"
+        self._first = FirstBatches(is_on, most_without_gradient=most)
+        self._without: MicroBatcher | None = None
+        self._said: set[str] = set()
+        self._batch: MicroBatches | None = None
+        self._loss_fn: LossFunction | None = None
+        self._kinds: frozenset[str] = frozenset()
+
+    def prepare(self, batch: Any) -> MicroBatches:
+        """The micro-batches of a batch whose loop has no loss function that could be asked."""
+        self._batch = self._loss_fn = None
+        if self._training.ledger is None:
+            return self._training.prepare(batch)
+        if self._without is None:
+            self._without = self._training.batcher(wants_audit=None)  # so that nobody waits for an audit
+        return self._training.prepare(batch, by=self._without)
+
+    def prepare_for(self, batch: Any, loss_fn: LossFunction) -> MicroBatches:
+        """The micro-batches of a batch, which is checked first where that is due, on all ranks or on none.
+
+        Raises:
+            GradientCheckError: training would change; on all ranks, before anything is sent backward.
+        """
+        training = self._training
+        if not self._can:
+            if self._session.config.check != "off":
+                training.notices(_ENGINE, key=_ENGINE)
+            return self.prepare(batch)
+        if training.ledger is not None:
+            self._kinds = frozenset({f"the loss of {_name(loss_fn)}"})
+            training.ledger.expect(each for each in self._kinds if not training.ledger.has_seen(each))
+        planned = training.prepare(batch)
+        self._batch, self._loss_fn = planned, loss_fn
+        # Sharded gradients that earlier passes have not reduced yet would be mixed with those of a check.
+        is_due = self._first.is_due or training.audit_is_due
+        if is_due and self._may_check():
+            self._check(planned, loss_fn)
+        if self._first.first_is_open and training.main.shows_first and self._may_check():
+            self._first.heard_of_first_labels(self._outcome(planned, loss_fn, first_labels=True))
+        return planned
+
+    def weighted(self, micro: MicroBatch, loss_fn: LossFunction) -> Tensor:
+        """The loss of a micro-batch as it goes backward: times its weight; a mean over no tokens is a zero.
+
+        Returns:
+            (), in the graph.
+
+        Raises:
+            ConfigError: the function has returned something else.
+        """
+        if micro.weight != 0 and micro.has_loss:
+            loss = one_number(loss_fn(micro.batch))
+            self._hear(loss, micro)
+            return loss * micro.weight
+        with collected_outputs([self._training.wrapper]) as outputs:
+            loss = one_number(loss_fn(micro.batch))
+        self._hear(loss, micro)
+        # Of a mean over no tokens, a zero at what the model returned: strategies wait for gradients there.
+        return defined(loss, outputs) * micro.weight
+
+    def settle(self, micro: MicroBatch) -> None:
+        """Behind a backward pass: audits the batch where its loss was of a new kind, before the optimizer steps.
+
+        Raises:
+            GradientCheckError: training would change. Gradients of a part of a batch are of no use: they are gone.
+        """
+        planned, loss_fn = self._batch, self._loss_fn
+        if planned is None or loss_fn is None:
+            return
+        try:
+            self._training.settle(lambda rows: self._outcome(planned, loss_fn), is_last=micro.is_last)
+        except GradientCheckError:
+            self._session.discard()
+            self._training.wrapper.zero_grad(set_to_none=True)
+            raise
+
+    def _hear(self, loss: Tensor, micro: MicroBatch) -> None:
+        if self._batch is not None and micro.has_loss and not micro.is_dummy:
+            self._training.hear(loss, micro.rows)
+
+    def _may_check(self) -> bool:
+        if self._training.topology.kind != "sharded":
+            return True
+        with reducing(self._training.wrapper) as clean:
+            return clean
+
+    def _check(self, planned: MicroBatches, loss_fn: LossFunction) -> None:
+        training, first = self._training, self._first
+        had_told, was_due = first.told, first.is_due
+        more = had_told and not training.audit_is_due
+        outcome = training.audited(lambda: self._outcome(planned, loss_fn, more_than_told=more), self._kinds)
+        if was_due:
+            first.heard(outcome)
+        if outcome is None:
+            if was_due and not had_told and not first.is_due:
+                self._session.tell(f"none of the first {first.count} batches has two rows that carry loss: not checked")
+        elif outcome.notable or (was_due and not had_told):
+            self._say(outcome)
+
+    def _say(self, outcome: Outcome) -> None:
+        if outcome.words in self._said:
+            return
+        self._said.add(outcome.words)
+        if outcome.notable and not (outcome.told and self._training.findings.corrects):
+            self._training.notices(outcome.words, key=outcome.words)
+        else:
+            self._session.tell(outcome.words)
+
+    def _outcome(self, planned: MicroBatches, loss_fn: LossFunction, **options: Any) -> Outcome | None:
+        training, config = self._training, self._session.config
+        holders, names = reached_by(loss_fn)
+        with ExitStack() as stack:
+            stack.enter_context(names)
+            stack.enter_context(self._quiet())
+            stack.enter_context(_apart(training))
+            return training.gradients(
+                lambda batch: one_number(loss_fn(batch)),
+                (planned.source, planned.schema, planned.table),
+                config,
+                holders=holders,
+                advice=Advice(_COUPLED, _STOP),
+                **options,
+            )
+
+
+@contextmanager
+def _apart(training: Training) -> Iterator[None]:
+    """Passes inside run as the framework's own do, but no rank waits for another unless parameters are sharded."""
+    with ExitStack() as stack:
+        if training.topology.kind == "sharded":
+            stack.enter_context(reducing(training.wrapper))
+        for wrapper in ddp_of(training.wrapper):
+            if getattr(wrapper, "mixed_precision", None) is None:
+                # Past its forward: it would prepare to reduce, send buffers around, and count iterations.
+                stack.enter_context(replaced(wrapper, forward=wrapper.module))
+            else:
+                stack.enter_context(replaced(wrapper, require_forward_param_sync=False))
+                stack.enter_context(wrapper.no_sync())
+        yield
+
+
+def one_number(loss: object) -> Tensor:
+    """A loss as a tensor of shape ().
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ConfigError(f"loss_fn returned {found}: expected the loss of the micro-batch, a tensor of one number")
+    return loss.reshape(())
+
+
+# What a loss function may write into besides the model.
+
+
+def reached_by(function: Any) -> tuple[list[object], AbstractContextManager[None]]:
+    """What a function of the user's closes over, for calls that are none of the training.
+
+    Args:
+        function: a function, a method, a partial, or an object that can be called.
+
+    Returns:
+        Objects whose attributes it may write into, see `ModuleState`; and a context at whose end the names that it
+        may assign to (`nonlocal`, `global`) are what they were.
+    """
+    holders: list[object] = []
+    cells: dict[int, tuple[CellType, Any]] = {}
+    globals_: list[tuple[dict[str, Any], str, Any]] = []
+    waiting, seen = [function], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, partial):
+            waiting.append(each.func)
+            holders.append(SimpleNamespace(arguments=each.args, options=dict(each.keywords)))
+        elif isinstance(each, MethodType):
+            waiting += [each.__func__, each.__self__]
+        elif isinstance(each, FunctionType):
+            found = _names(each, cells, globals_)
+            holders.append(SimpleNamespace(**found))
+            waiting += [value for value in found.values() if isinstance(value, FunctionType | MethodType | partial)]
+        elif not isinstance(each, nn.Module):
+            holders.append(each)
+
+    @contextmanager
+    def kept() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for cell, value in cells.values():
+                cell.cell_contents = value
+            for space, name, value in globals_:
+                space[name] = value
+
+    return holders, kept()
+
+
+def _names(
+    function: FunctionType, cells: dict[int, tuple[CellType, Any]], globals_: list[tuple[dict[str, Any], str, Any]]
+) -> dict[str, Any]:
+    """Variables of enclosing functions and of the module that a function names."""
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        cells[id(cell)] = cell, value
+        found[name] = value
+    if function.__module__.partition(".")[0] in _LIBRARIES:
+        return found
+    space = function.__globals__
+    for name in function.__code__.co_names:
+        if name in space and name not in found:
+            globals_.append((space, name, space[name]))
+            found[name] = space[name]
+    return found
+
+
+_LIBRARIES = ("torch", "transformers", "accelerate", "lightning", "lightning_padmin", "trl", "peft")
+
+
+def _name(function: Any) -> str:
+    """The same for each function that is made at one place, for a user."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None:
+        return type(function).__qualname__
+    return f"{code.co_qualname} (line {code.co_firstlineno})"
+
+
+__all__ = ["LossCheck", "LossChecks", "LossFunction", "one_number", "reached_by"]
