@@ -90,6 +90,8 @@ class PadMin:
         if self.config.enabled:
             _refuse_unsupported(accelerator, self.config)
             self._session.refuse_packs("PadMin.micro_batches")
+            folder = accelerator.logging_dir or accelerator.project_dir
+            self._session.audits.prove_in(folder)
         self._open: weakref.ref[nn.Module] | None = None
         self._checks = LossChecks(self._session, nullcontext)
 
@@ -208,16 +210,16 @@ class PadMin:
         return self._session.metrics(self._topology)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters of this rank."""
-        return self._session.meter.state_dict()
+        """The counters of this rank, and what was audited."""
+        return self._session.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on counting.
 
         Raises:
-            PadMinError: a count is unknown or no integer.
+            PadMinError: a count is unknown or no integer, or a record of audits is malformed.
         """
-        self._session.meter.load_state_dict(state_dict)
+        self._session.load_state_dict(state_dict)
 
     def _agree(self) -> None:
         """Once: a rank that splits would wait for one that does not."""

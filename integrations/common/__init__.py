@@ -5,6 +5,7 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
 
     session      options, counts, words to the user and to other ranks, the loop that is open
     training     one model: what is known of it, its batchers, the way of a batch
+    audits       ledgers of what was audited, for metrics, checkpoints and the file of proof
     first_batch  which of the first batches are checked
     topology     how processes lie, and so when they meet
     trainers     what Trainers of transformers and of TRL have alike
@@ -19,6 +20,7 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
 """
 
 from lightning_padmin.architectures import refuse_batch_statistics, refuse_noise_of
+from lightning_padmin.integrations.common.audits import KeptAudits
 from lightning_padmin.integrations.common.backward import acts_on_gradients, reenters
 from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
 from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined, zero_of_parameters
@@ -52,6 +54,7 @@ __all__ = [
     "Fingerprint",
     "FirstBatches",
     "Isolated",
+    "KeptAudits",
     "Kind",
     "Ledger",
     "LossCheck",

@@ -28,6 +28,7 @@ from lightning_padmin.distributed import (
     telling_others,
 )
 from lightning_padmin.errors import ConfigError
+from lightning_padmin.integrations.common.audits import Audits
 from lightning_padmin.integrations.common.topology import Topology
 from lightning_padmin.integrations.common.training import Training
 from lightning_padmin.microbatching import LoopGuard, MicroBatch, MicroBatches
@@ -53,6 +54,7 @@ class Session:
 
     Attributes:
         meter: counts of this rank.
+        audits: what was audited, of all trainings.
         loops: the loop over micro-batches that is open, where loops are the user's own.
         notices: says warnings, each once.
     """
@@ -71,6 +73,7 @@ class Session:
         self.meter, self.loops = PaddingMeter(config.log_prefix), LoopGuard()
         self._speaker = name if signs else "", is_main
         self.notices = self.new_notices()
+        self.audits = Audits(name, config, self.notices)
         self._announced: Announcement | None = None
         self._has_agreed = False
         self._trainings: weakref.WeakKeyDictionary[nn.Module, Training] | None = None  # which cannot be pickled
@@ -225,17 +228,53 @@ class Session:
         self.meter.add(stats)
 
     def metrics(self, topology: Topology, *, is_copy: bool = False) -> dict[str, float | int]:
-        """What the batches since the last time cost, over all ranks. A collective; see `PaddingMeter.flush`."""
-        return self.meter.flush(topology.exchange_of_counts, is_copy=is_copy) if self.config.enabled else {}
+        """What the batches since the last time cost, over all ranks. A collective; see `PaddingMeter.flush`.
+
+        Where batches are audited, also how many have passed so far.
+        """
+        if not self.config.enabled:
+            return {}
+        return self._with_audits(self.meter.flush(topology.exchange_of_counts, is_copy=is_copy))
 
     def metrics_at_end(self, topology: Topology, *, is_copy: bool = False) -> dict[str, float | int] | None:
         """The same at the end of a training, without a collective; None where not all ranks came to it together."""
         exchange = exchange_at_end if topology.world > 1 else topology.exchange
-        return self.meter.flush(exchange, is_copy=is_copy)
+        found = self.meter.flush(exchange, is_copy=is_copy)
+        return None if found is None else self._with_audits(found)
+
+    def _with_audits(self, metrics: dict[str, float | int]) -> dict[str, float | int]:
+        return metrics | self.audits.metrics(self.meter.prefix) if metrics else metrics
+
+    # Checkpoints.
+
+    def state_dict(self, *, with_unlogged: bool = False) -> dict[str, Any]:
+        """Counts of this rank, and what was audited; plain numbers, texts, lists and dictionaries of these.
+
+        Args:
+            with_unlogged: see `PaddingMeter.state_dict`.
+        """
+        audits = self.audits.state()
+        return self.meter.state_dict(with_unlogged=with_unlogged) | ({"audits": audits} if audits else {})
+
+    def load_state_dict(self, state: Mapping[str, Any], *, counts: bool = True) -> None:
+        """Goes on counting; what the state does not have stays as it is.
+
+        Args:
+            state: as `state_dict` has returned it, or an earlier version of it.
+            counts: False: audits alone, which are the same on all ranks.
+
+        Raises:
+            PadMinError: something in it is malformed; nothing has been changed then.
+        """
+        audits = self.audits.read(state["audits"]) if "audits" in state else None
+        if counts:
+            self.meter.load_state_dict(state)
+        if audits is not None:
+            self.audits.take(audits)
 
     def __getstate__(self) -> dict[str, Any]:
         without: dict[str, Any] = {"_announced": None, "loops": LoopGuard(), "_trainings": None}
-        return vars(self) | without | {"meter": copy.copy(self.meter)}
+        return vars(self) | without | {"meter": copy.copy(self.meter), "audits": copy.copy(self.audits)}
 
 
 __all__ = ["Around", "Session"]

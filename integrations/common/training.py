@@ -17,7 +17,6 @@ from lightning_padmin.integrations.common.topology import Topology
 from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, PackStyle
 from lightning_padmin.verification import (
     Fingerprint,
-    Ledger,
     Outcome,
     PackCheck,
     PackGate,
@@ -64,6 +63,7 @@ class Training:
         packs: whether the step takes packs; None where nobody asks.
         has_passed: whether `heed` has found nothing to refuse.
         ledger: what was shown to checks that passed; None where nothing is audited.
+        way: how its batches run: "split", "joint" or "replay".
         audit_is_due: whether, on some rank, the batch that was read last should be checked before it is trained on.
     """
 
@@ -90,10 +90,11 @@ class Training:
         self.gate: PackGate | None = None
         self.packs: PackCheck | None = None
         self._batcher: MicroBatcher | None = None
-        config = session.config
-        self.ledger = Ledger(config.audit_every) if config.check == "audit" and config.enabled else None
+        self.ledger = session.audits.ledger()
+        self.way = "split"
         self.audit_is_due = self._has_begun = False
         self._shown: tuple[set[str], dict[str, Any]] = set(), {}
+        self._rows, self._plan = 0, dict[str, int]()  # of the batch
         self._losses = _Losses()
 
     @property
@@ -223,6 +224,8 @@ class Training:
         self.begin_step()
         found = way(batcher, self.may_pack)
         self.audit_is_due, self._has_begun = batcher.audits, False
+        if isinstance(found, MicroBatches):
+            self._plan = {"micro_batches": len(found), "slots": found.stats.slots}
         if plans and batcher.has_changed and self.packs is not None:
             self.packs.again()  # packs are proven anew for models that have become others
         return found
@@ -235,6 +238,7 @@ class Training:
             self.ledger.expect(self._losses.late())
             self.ledger.begin_step()
             self._losses.begin_batch()
+            self._plan = {}
         self._has_begun = True
 
     def _show(self, leaves: Mapping[str, Any], schema: Schema, table: RowTable) -> bool:
@@ -243,7 +247,7 @@ class Training:
         model = self.model
         rows = row_facets(leaves, schema, table)
         of_batch = batch_facets(leaves, schema) | model_facets(list(model.modules()), list(model.parameters()))
-        self._shown = of_batch, rows
+        self._shown, self._rows = (of_batch, rows), len(table)
         self.ledger.show(of_batch | rows.keys())
         return self.ledger.wants
 
@@ -328,21 +332,42 @@ class Training:
         try:
             outcome = check()
         except GradientCheckError as error:
-            raise self._in_time(error) from None
+            told = self._in_time(error)
+            self._write("refused", facets=sorted(self.ledger.new), words=str(told))
+            raise told from None
         if outcome is None or not outcome.told:
+            new = sorted(self.ledger.new)
             self.ledger.could_not_tell(for_want_of_gradients=outcome is not None)
+            if outcome is not None:
+                self._write("could not tell", facets=new, words=outcome.words, given_up=self.ledger.given_up)
             return outcome
         of_batch, by_row = self._shown
         seen = {name for name, rows in by_row.items() if not outcome.rows or rows[list(outcome.rows)].any()}
         seen |= {_loss_facet(key) for key in outcome.losses} | set(seen_besides)
         self.ledger.passed(outcome.difference, of_batch | seen)
+        self._write(
+            "audit",
+            facets=list(self.ledger.record[-1].facets),
+            rows=len(outcome.rows) or self._rows,
+            difference=outcome.difference,
+            limit=outcome.limit,
+        )
         return outcome
+
+    def _write(self, kind: str, **found: Any) -> None:
+        """A line for the file of proof, see `Proof`; facets that are kinds of loss are explained."""
+        if self.topology.rank != 0 or self.ledger is None:
+            return
+        losses = {facet: self._losses.words(facet) for facet in found["facets"] if facet.startswith(_LOSS)}
+        explained = {"losses": losses} if losses else {}
+        where = {"step": self.ledger.step, "way": self.way}
+        self._session.audits.note(kind, **where, **found, **explained, **self._plan)
 
     def _in_time(self, error: GradientCheckError) -> GradientCheckError:
         """What an audit has found, with what was new, and since when it may have been so."""
         ledger = self.ledger
         assert ledger is not None
-        if not ledger.audits:
+        if not ledger.has_passed:
             return error
         new, since = sorted(map(self._losses.words, ledger.new)), max(0, ledger.step - ledger.last - 1)
         shown = f"the first with {', '.join(new[:4])}{', ...' if len(new) > 4 else ''}" if new else "looked at in turn"
@@ -457,5 +482,8 @@ class _Losses:
         return facet
 
 
+_LOSS = "loss "
+
+
 def _loss_facet(key: str) -> str:
-    return f"loss {key}"
+    return _LOSS + key

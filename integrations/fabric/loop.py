@@ -6,6 +6,7 @@ micro-batch; from then on a loop only gathers rows and decides whether gradients
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -64,6 +65,7 @@ class FabricPadMin:
             micro-batch, which gives the same gradients. None: True for DDP, where deferring costs nothing, and False
             for FSDP, which while it waits holds un-sharded gradients of the whole model on every device.
             ModelParallelStrategy cannot defer safely: what it has not reduced yet survives `zero_grad`.
+        proof_dir: the folder below which rank 0 writes a line for each audit, `padmin/proof.jsonl`. None: nowhere.
 
     Attributes:
         stats: `PaddingStats` of this rank, over all batches whose loop ran to its end.
@@ -81,7 +83,14 @@ class FabricPadMin:
         >>> fabric.log_dict(pad.metrics(), step)
     """
 
-    def __init__(self, fabric: Fabric, config: PadMinConfig | None = None, *, defer_sync: bool | None = None) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        config: PadMinConfig | None = None,
+        *,
+        defer_sync: bool | None = None,
+        proof_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.config = as_config(config)
         if not isinstance(fabric, Fabric):
             raise ConfigError(
@@ -90,7 +99,10 @@ class FabricPadMin:
             )
         if not isinstance(defer_sync, bool | None):
             raise ConfigError(f"defer_sync={defer_sync!r}: expected True, False or None")
+        if not isinstance(proof_dir, str | os.PathLike | None):
+            raise ConfigError(f"proof_dir={proof_dir!r}: expected the path of a folder, or None")
         self._session = Session("FabricPadMin", self.config, tell=_tell)
+        self._session.audits.prove_in(proof_dir)
         if self.config.enabled:
             _refuse_strategy(fabric.strategy, defer_sync)
             self._session.refuse_packs("FabricPadMin.micro_batches")
@@ -220,16 +232,16 @@ class FabricPadMin:
         return self._session.metrics(self._topology)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters of this rank, so that this object can be part of the state given to `fabric.save`."""
-        return self._session.meter.state_dict()
+        """The counters and what was audited, so that this object can be part of the state given to `fabric.save`."""
+        return self._session.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on counting.
 
         Raises:
-            PadMinError: a count is unknown or no integer.
+            PadMinError: a count is unknown or no integer, or a record of audits is malformed.
         """
-        self._session.meter.load_state_dict(state_dict)
+        self._session.load_state_dict(state_dict)
 
     def _training(self, model: nn.Module) -> Training:
         """One per model, since an encoder-decoder's labels run along the decoder."""

@@ -176,6 +176,7 @@ class PadMinCallback(pl.Callback):
         self._topology = lightning_loop.topology_of(trainer)
         training = self._make_training(pl_module)
         heed_architecture(training)
+        self._session.audits.prove_in(lightning_loop.log_folder(trainer))
         self._session.begin()
         self._training, self._trainer = training, trainer
         try:
@@ -339,15 +340,14 @@ class PadMinCallback(pl.Callback):
             self._remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters. Nothing else is kept between batches."""
+        """The counters, and what was audited. Nothing else is kept between batches."""
         if not self.config.enabled:
             return {}
-        return self._session.meter.state_dict(with_unlogged=True)
+        return self._session.state_dict(with_unlogged=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting, on the rank that has written the checkpoint; others begin anew."""
-        if _is_first():
-            self._session.meter.load_state_dict(state_dict)
+        """Goes on counting, on the rank that has written the checkpoint; others begin anew. Audits go on on all."""
+        self._session.load_state_dict(state_dict, counts=_is_first())
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies are not part of a running fit, and do not drag the module along: Lightning sets its `log` here."""
@@ -367,12 +367,13 @@ class PadMinCallback(pl.Callback):
             self._first_is_open = self._check.batches.first_is_open
         self._session.discard()
         self._session.meter.drop_unlogged()
+        self._session.audits.end()
         self._restore = self._batcher = self._check = self._trainer = self._training = self._running = None
         self._forwards = {}
 
     def _make_training(self, module: pl.LightningModule) -> Training:
         mode = self.config.mode
-        return Training(
+        training = Training(
             self._session,
             module,
             self._topology,
@@ -381,6 +382,8 @@ class PadMinCallback(pl.Callback):
             tolerate={"batch-norm", "balance-loss"} if mode == "joint" else {"batch-norm"},
             width=self.config.pad_to_multiple_of,
         )
+        training.way = "joint" if mode == "joint" else "split"
+        return training
 
     def _in_place_of(self, models: dict[str, nn.Module], stock: Any) -> JointOptimization | SplitOptimization:
         """The loop that stands in for the stock one."""

@@ -8,9 +8,11 @@ and checkpoints are those of the stock loop, and taking it out again is one assi
 from __future__ import annotations
 
 import functools
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import lightning
@@ -522,6 +524,23 @@ def has_more_batches(trainer: Trainer) -> bool:
     """Whether this rank goes on in this epoch, as far as is known at the end of a batch."""
     loop = trainer.fit_loop.epoch_loop
     return not (loop.batch_progress.is_last_batch or loop.done)
+
+
+def log_folder(trainer: Trainer) -> str | None:
+    """The folder in which loggers of rank 0 write; no collective, as `trainer.log_dir` is one.
+
+    None: on other ranks, and where nobody has asked for files.
+    """
+    if not trainer.loggers or trainer.fast_dev_run or trainer.global_rank != 0:
+        return None
+    found: list[Any] = []
+    for logger in trainer.loggers:
+        with suppress(Exception):  # of a logger of the user's own
+            found += [getattr(logger, "log_dir", None), logger.save_dir]
+    if Path(trainer.default_root_dir) != Path.cwd():
+        found.append(trainer.default_root_dir)
+    folders = (os.fspath(each) for each in found if isinstance(each, str | os.PathLike))
+    return next((each for each in folders if isinstance(each, str) and each and "://" not in each), None)
 
 
 def logging_step(trainer: Trainer) -> int:

@@ -26,6 +26,7 @@ from lightning_padmin.integrations.common import (
     MOST_BATCHES,
     Advice,
     FirstBatches,
+    KeptAudits,
     OneLoss,
     Outcome,
     Read,
@@ -117,6 +118,7 @@ class Engine:
         self._dealt = self._lost = 0  # batches whose rows were regrouped, targets that were subtracted
         self._topology = topology_of(trainer)
         self._session = Session("PadMinTrainerMixin", config, is_main=lambda: trainer.accelerator.is_main_process)
+        self._kept = KeptAudits(self._session.audits)
         self._session.announce()
         if config.enabled:
             self._set_up()
@@ -133,6 +135,7 @@ class Engine:
             check=self._look_at_hooks,
             tolerate={"batch-norm"},
         )
+        self._session.audits.prove_in(trainer.args.output_dir)
         self._training.look()
         self._losses = OneLoss(type(trainer), _FIX_OF_STEPS)
         self._training.findings.refuse()
@@ -161,11 +164,13 @@ class Engine:
 
     def training(self) -> AbstractContextManager[None]:
         """Around a training, in which ranks hear why another one has ended."""
+        self._kept.begin()
         return self._session.telling_others()
 
     def agree(self) -> None:
-        """Once every rank has made its Trainer: all were given the same options."""
+        """Once every rank has made its Trainer: all were given the same options. A checkpoint is loaded by now."""
         self._session.agree()
+        self._kept.resume(self._trainer.state)
 
     # A window.
 
@@ -467,6 +472,12 @@ class Engine:
             subtracts_lost=pools and self._subtracts_lost,
             advice=Advice(_COUPLED, _STOP, _ONCE, _SUM if pools else None),
         )
+
+    # Checkpoints.
+
+    def keep(self) -> None:
+        """Has what was audited written into checkpoints."""
+        self._kept.keep(self._trainer.state)
 
     # Counts, and what is said.
 

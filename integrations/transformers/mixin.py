@@ -67,6 +67,8 @@ class PadMinTrainerMixin:
         stock = super().training_step  # type: ignore[misc]
         step = stock if self._padmin is None else self._padmin.step_in_place_of(stock)
         loss: Tensor = step(model, inputs, num_items_in_batch)
+        if self._padmin is not None:
+            self._padmin.keep()
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:

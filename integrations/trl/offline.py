@@ -72,6 +72,7 @@ class OfflineEngine:
             fix_of_hooks=_FIX_OF_HOOKS,
             tolerate={"balance-loss"},
         )
+        self._training.way = "joint"
         self._training.findings.refuse()
         config = replace(config, loss_reduction="row-mean", normalize="rank", layout="pad")
         self._config = self._training.findings.options(config)

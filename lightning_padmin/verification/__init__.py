@@ -22,6 +22,7 @@ change.
     one_loss        a trainer's own step, watched
     facets          what a batch shows, so that a proof holds for no more than that
     ledger          what was shown to checks, and when the next one is due
+    proof           a file with a line for each of them
     fingerprints    what kind of loss a batch had, told from its autograd graph
     equivalence     `verify_equivalence`, for the command line and for tests
 """
@@ -37,6 +38,7 @@ from lightning_padmin.verification.ledger import Ledger
 from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_of
 from lightning_padmin.verification.pack_check import PackCheck
 from lightning_padmin.verification.passes import difference_over_ranks, sketched_shards
+from lightning_padmin.verification.proof import Proof
 from lightning_padmin.verification.sketch import (
     Sketches,
     difference,
@@ -55,6 +57,7 @@ __all__ = [
     "Outcome",
     "PackCheck",
     "PackGate",
+    "Proof",
     "Report",
     "Sketches",
     "Tolerance",

@@ -84,6 +84,7 @@ class Outcome:
             have been found.
         rows: which of the batch it has looked at; none: all.
         losses: keys of the kinds of loss that it has seen on this rank, see `fingerprint`.
+        limit: up to which a difference counts as none.
     """
 
     difference: float
@@ -94,6 +95,7 @@ class Outcome:
     tells_first: bool = False
     rows: tuple[int, ...] = ()
     losses: frozenset[str] = frozenset()
+    limit: float = 0.0
 
 
 def check_gradients(
@@ -749,7 +751,8 @@ class _Check:
         final = untellable or (told and bool(table[:, 4].any()))
         tells_first = told and bool(table[:, 5].any())
         rows, losses = tuple(map(int, self._probe.rows)), frozenset(self._passes.losses)
-        return Outcome(value, told, final, untellable or status is Status.ROLLED, words, tells_first, rows, losses)
+        notable = untellable or status is Status.ROLLED
+        return Outcome(value, told, final, notable, words, tells_first, rows, losses, self._limit)
 
 
 __all__ = ["Advice", "Outcome", "check_gradients"]

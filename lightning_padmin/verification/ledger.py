@@ -17,6 +17,7 @@ MOST_FACETS = 64
 _MOST_TRIES = 8  # batches on which a facet is looked for in vain
 _WITHOUT_GRADIENT = 0.08  # of a try: gradients may come yet
 _MOST_KEPT = 64  # audits that the record names; the others are counted
+_MOST_LETTERS = 500  # of a facet that comes from a file
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Ledger:
         every: steps between two checks once there have been 100; 0: none are due but for what is new.
 
     Attributes:
-        step: batches so far, with the one that is about to run.
+        step: batches so far, with the one that is about to run; those before a checkpoint are counted too.
         audits: checks that have passed.
         worst: the largest difference among them.
         last: the step of the last one.
@@ -51,6 +52,8 @@ class Ledger:
     def __init__(self, every: int = 500) -> None:
         self.every, self.step, self.audits, self.worst, self.last = every, 0, 0, 0.0, 0
         self.record: list[Audit] = []
+        self._began = self._audits_before = 0  # steps and audits of earlier processes
+        self._history: dict[str, int] = {}  # what they have seen
         self._seen: dict[str, int] = {}
         self._tries: dict[str, float] = {}
         self._new: frozenset[str] = frozenset()
@@ -62,7 +65,7 @@ class Ledger:
         self.step += 1
         self._new = frozenset()
         self.show_expected()
-        step = self.step
+        step = self.step - self._began
         late = step > FIRST_STEPS[-1] and self.every > 0 and (step - FIRST_STEPS[-1]) % self.every == 0
         self._is_due = step in FIRST_STEPS or late
 
@@ -111,6 +114,16 @@ class Ledger:
         self.record.append(Audit(self.step, difference, tuple(shown)))
         self.could_not_tell()
 
+    @property
+    def has_passed(self) -> bool:
+        """Whether a check of this training has passed; not so where that was before a checkpoint."""
+        return self.audits > self._audits_before
+
+    @property
+    def facets(self) -> dict[str, int]:
+        """All that was seen, with the step where it was seen first; before a checkpoint, too."""
+        return dict(self._seen) | self._history
+
     def could_not_tell(self, *, for_want_of_gradients: bool = False) -> None:
         """A check of this batch could not tell; what it shows is looked for on some more batches."""
         for facet in self._new - set(self._seen):
@@ -123,33 +136,49 @@ class Ledger:
         return sorted(facet for facet, tries in self._tries.items() if tries >= _MOST_TRIES and facet not in self._seen)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: plain numbers, texts and lists."""
+        """For a checkpoint: plain numbers, texts, lists and dictionaries of these."""
         record = [asdict(each) | {"facets": list(each.facets)} for each in self.record]
         return {
             "step": self.step,
             "audits": self.audits,
             "worst": self.worst,
             "last": self.last,
-            "facets": dict(self._seen),
+            "facets": self.facets,
+            "given_up": self.given_up,
             "record": record,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on counting. What was seen before counts as history alone: code may have changed since.
 
+        So the first batch is checked again, and the steps at which checks are due are counted from here.
+
         Raises:
-            PadMinError: something is missing or of another type.
+            PadMinError: something is missing or of another type; nothing has been changed then.
         """
         try:
             record = [
-                Audit(int(each["step"]), float(each["difference"]), tuple(map(str, each["facets"])))
-                for each in state["record"]
+                Audit(int(each["step"]), float(each["difference"]), _texts(each["facets"])) for each in state["record"]
             ]
             numbers = int(state["step"]), int(state["audits"]), float(state["worst"]), int(state["last"])
-        except (KeyError, TypeError, ValueError) as error:
+            history = {_text(facet): int(step) for facet, step in dict(state.get("facets", {})).items()}
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PadMinError(f"audits of a checkpoint cannot be read: {type(error).__name__}: {error}") from None
         self.step, self.audits, self.worst, self.last = numbers
-        self.record = record
+        half = _MOST_KEPT // 2
+        self.record = record if len(record) <= _MOST_KEPT else record[:half] + record[-half:]
+        self._began, self._audits_before = self.step, self.audits
+        self._history = dict(list(history.items())[: 4 * MOST_FACETS])
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a facet is no {type(value).__name__}")
+    return value[:_MOST_LETTERS]
+
+
+def _texts(values: Iterable[object]) -> tuple[str, ...]:
+    return tuple(_text(each) for each in values)
 
 
 __all__ = ["FIRST_STEPS", "MOST_FACETS", "Audit", "Ledger"]
