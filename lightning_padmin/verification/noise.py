@@ -20,8 +20,8 @@ from lightning_padmin.verification.sketch import Sketches, combine
 
 # 45 / 64 has few enough digits for bfloat16, so that the factor itself is exact.
 _FACTOR = 0.703125
-# Exact splits of 20 probes of each of six models were at most 1.7 times as far off as this spread, most less than
-# once; see examples/benchmarks/noise_limits.py.
+# Exact splits of 20 probes of each of three models (one of 30 layers) were at most 2.7 times as far off as this
+# spread, most of them once; see examples/benchmarks/noise_limits.py.
 _TIMES = 4.0
 
 
