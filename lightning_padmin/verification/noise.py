@@ -3,7 +3,7 @@
 A limit that is right for every model in half precision hides a fault of a few parts in a hundred. So the limit is
 measured: the un-split rows once more with their loss multiplied by a number that changes every mantissa on the way
 back, and gradients divided by it. That is the same gradient but for rounding, whatever the loss is. (Rows in another
-order round nearly everything as before: that spread is up to a thousand times smaller than the split's.)
+order round nearly everything as before: that spread is ten to several hundred times smaller than an exact split's.)
 """
 
 from __future__ import annotations
