@@ -280,7 +280,7 @@ def test_a_call_without_a_mask() -> None:
 def test_a_loss_of_padding_slots_is_found_by_the_check() -> None:
     """Padding slots of the outputs hold zeros, so a loss that reads them is another one."""
     module = Coupled(lambda logits, labels: logits.square().mean())
-    with pytest.raises(GradientCheckError, match="the loss.* depends on outputs where rows have padding"):
+    with pytest.raises(GradientCheckError, match=r"the loss.* depends on outputs where rows have padding"):
         fit(module, [make_batch(LENGTHS)], padmin(mode="joint"))
     assert module.gradients == []
     assert BUDGET == 24
