@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_padmin.integrations.common.session import Session
 
 T = TypeVar("T")
+_FOUND = re.compile(r"first-batch check( \(rank \d+\))?: (.*)", re.DOTALL)
 Read = tuple[Any, Schema, RowTable]
 """A batch, its schema and its row table."""
 
@@ -373,8 +375,11 @@ class Training:
         shown = f"the first with {', '.join(new[:4])}{', ...' if len(new) > 4 else ''}" if new else "looked at in turn"
         had_passed = "other rows of it" if ledger.last == ledger.step else f"step {ledger.last}"
         undone = f"; {since} step{'s' if since > 1 else ''} since then {'are' if since > 1 else 'is'} not undone"
-        words = f"audit of step {ledger.step} ({shown}; {had_passed} had passed{undone if since else ''}): "
-        return GradientCheckError(words + str(error).removeprefix("first-batch check: "))
+        found = _FOUND.match(str(error))
+        rank, words = ("", str(error)) if found is None else (found[1] or "", found[2])
+        return GradientCheckError(
+            f"audit of step {ledger.step}{rank} ({shown}; {had_passed} had passed{undone if since else ''}): {words}"
+        )
 
     @property
     def may_pack(self) -> bool:

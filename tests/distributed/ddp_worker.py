@@ -299,7 +299,7 @@ def audited() -> Any:
     class Coupled(support.Module):
         def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             loss = super().loss(batch)
-            if RANK == 1 and self.global_step >= 2:
+            if RANK == 1 and self.global_step >= 4:
                 loss = loss + self.model(batch["input_ids"]).std()
             return loss
 
@@ -322,7 +322,8 @@ def audited() -> Any:
             return str(error), len(module.gradients), checked
         return support.flat_parameters(module), len(module.gradients), checked
 
-    declared: dict[str, Any] = {"labels_key": "classes", "loss_reduction": "row-mean"}
+    schema = {"labels": "position"}
+    declared: dict[str, Any] = {"labels_key": "classes", "loss_reduction": "row-mean", "batch_schema": schema}
     right = {how: steps(Weighted(), check=how, **declared) for how in ("audit", "off")}
     wrong = Weighted()
     wrong.weights = (0.2, 0.8)

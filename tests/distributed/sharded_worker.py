@@ -136,6 +136,33 @@ def uneven() -> Any:
     return result | {"hand": by_hand(data[:2])}
 
 
+def audited() -> Any:
+    """From batch 3 on rank 1 alone has another class: weighed like the first one, and otherwise."""
+
+    class Weighted(Sharded):
+        weights = (1.0, 1.0)
+
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            logits = self.model(batch["input_ids"])[:, 0, :2]
+            weight = torch.tensor(self.weights, dtype=logits.dtype)
+            return nn.functional.cross_entropy(logits, batch["classes"], weight=weight)
+
+    def steps(weights: tuple[float, float], **options: Any) -> Any:
+        module, data = Weighted(), batches(lengths=(FIVE, FIVE))
+        options |= {"labels_key": "classes", "loss_reduction": "row-mean", "batch_schema": {"labels": "position"}}
+        module.weights = weights
+        for k, batch in enumerate(data):
+            batch["classes"] = torch.zeros(len(FIVE), dtype=torch.int64)
+            batch["classes"][::3] = int(RANK == 1 and k >= 3)
+        try:
+            fit(module, data, callback(**options))
+        except Exception as error:
+            return str(error), len(module.gradients)
+        return module.final, len(module.gradients)
+
+    return {"right": [steps((1.0, 1.0)), steps((1.0, 1.0), check="off")], "wrong": steps((0.2, 0.8))}
+
+
 def adamw() -> Any:
     return pair(batches(), make=lambda: Sharded(optimizer=lambda p: torch.optim.AdamW(p, lr=0.05)))
 
@@ -273,6 +300,7 @@ SCENARIOS = {
         clipped,
         equal_weights,
         checked,
+        audited,
         malformed,
         no_loss_on_one_rank,
         tensor_parallel,

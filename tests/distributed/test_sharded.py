@@ -14,7 +14,17 @@ from processes import Ranks
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
 STRATEGIES = ("fsdp2", pytest.param("fsdp1", marks=pytest.mark.slow))
-COMMON = ["uneven", "adamw", "clipped", "equal_weights", "checked", "malformed", "no_loss_on_one_rank", "joint"]
+COMMON = [
+    "uneven",
+    "adamw",
+    "clipped",
+    "equal_weights",
+    "checked",
+    "audited",
+    "malformed",
+    "no_loss_on_one_rank",
+    "joint",
+]
 SCENARIOS = {"fsdp2": [*COMMON, "tensor_parallel"], "fsdp1": COMMON}
 EXACT = 1e-12
 
@@ -52,6 +62,19 @@ def test_gradients_and_parameters_are_the_stock_ones(
         assert result["stats"]["micro_batches"] == 20
         assert result["stats"]["dummies"] == (0, 4)[rank]
         assert result["logged"]["padmin/micro_batches"] == 40
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_new_on_one_rank_is_looked_at_on_both(ranks_of: Callable[[str], Ranks], strategy: str) -> None:
+    first, second = ranks_of(strategy)
+    for rank in (first, second):
+        (found, steps), (wanted, _) = rank["audited"]["right"]
+        assert steps == 4
+        assert torch.equal(found, wanted)  # to the bit as without any check
+        words, steps = rank["audited"]["wrong"]
+        assert "audit of step 4" in words
+        assert steps == 3  # neither has taken the step
+    assert "'classes' is 1" in second["audited"]["wrong"][0]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
