@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_padmin.integrations.common.session import Session
 
 T = TypeVar("T")
+_BESIDE = " beside "
 _FOUND = re.compile(r"first-batch check( \(rank \d+\))?: (.*)", re.DOTALL)
 Read = tuple[Any, Schema, RowTable]
 """A batch, its schema and its row table."""
@@ -346,6 +347,7 @@ class Training:
         of_batch, by_row = self._shown
         seen = {name for name, rows in by_row.items() if not outcome.rows or rows[list(outcome.rows)].any()}
         seen |= {_loss_facet(key) for key in outcome.losses} | set(seen_besides)
+        seen |= {facet for facet in self.ledger.new if _BESIDE in facet}  # of several passes: none of a check has it
         self.ledger.passed(outcome.difference, of_batch | seen)
         self._write(
             "audit",
@@ -464,7 +466,7 @@ class _Losses:
     def mix(self) -> None:
         """Passes of one batch whose losses are of several kinds, as where flooding has begun for some, are one more."""
         if len(self._rows) > 1:
-            facet = " beside ".join(sorted(self._rows))
+            facet = _BESIDE.join(sorted(self._rows))
             self._words[facet] = "losses of several kinds in one batch"
             self._new[facet] = [int(row) for rows in self._rows.values() for row in list(rows)[:2]]
 
