@@ -19,6 +19,7 @@ from lightning_padmin.integrations.common import (
 )
 from lightning_padmin.integrations.trl import hooks as trl_stock
 from lightning_padmin.integrations.trl.facets import OF_PADDING
+from lightning_padmin.integrations.trl.passes import free
 
 
 class Audits:
@@ -162,6 +163,7 @@ def keys_of_losses(
             with torch.enable_grad(), trl_stock.without_trace(trainer), draw.again():
                 loss = stock_loss(inputs, values)[0]
             found.add(audits.key_of(loss))  # outside, where nothing watches what the graph has saved
+            free(loss, values)
         except Exception:  # the passes of the window will say so, in step with other ranks
             return found
     return found

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.integrations.common import RandomState
 from lightning_padmin.integrations.trl import hooks as trl_stock
-from lightning_padmin.integrations.trl.passes import Passes, gradients_of, leaves_of
+from lightning_padmin.integrations.trl.passes import Passes, free, gradients_of, leaves_of
 from lightning_padmin.integrations.trl.window import Entry
 
 _TOLERANCE = 1e-4
@@ -96,8 +96,10 @@ def _show(trainer: Any, passes: Passes, listen: Callable[[Tensor], Any]) -> None
     for index, entry in enumerate(entries):
         without, place = trl_stock.without_trace(trainer), trl_stock.as_if_synchronising
         with torch.enable_grad(), without, place(trainer, index == len(entries) - 1), draw.again():
-            loss, _ = passes.stock_loss(entry.inputs, leaves_of(entry.buffers))
+            leaves = leaves_of(entry.buffers)
+            loss, _ = passes.stock_loss(entry.inputs, leaves)
         listen(loss)  # outside, where nothing watches what the graph has saved
+        free(loss, leaves)
 
 
 def _is_of_log_probs(trainer: Any, model: Any, passes: Passes) -> bool:

@@ -132,10 +132,12 @@ class Passes:
         ends = self.trainer.accelerator.sync_gradients
         losses = []
         for index, entry in enumerate(window.entries):
+            leaves = leaves_of(entry.buffers)
             with torch.enable_grad(), self._at(index, ends):  # with a graph, as stock calls it
-                loss = self.stock_loss(entry.inputs, leaves_of(entry.buffers))[0]
+                loss = self.stock_loss(entry.inputs, leaves)[0]
             if self._listen is not None:
                 self._listen(loss)
+            free(loss, leaves)
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
@@ -159,6 +161,11 @@ class _Reported(torch.autograd.Function):
 def leaves_of(buffers: Values) -> list[Tensor | None]:
     """Copies that gradients can be taken with respect to."""
     return [None if buffer is None else buffer.detach().clone().requires_grad_() for buffer in buffers]
+
+
+def free(loss: Tensor, leaves: Sequence[Tensor | None]) -> None:
+    """Has a graph let go of what it has saved, which hooks on saved tensors of the user's may hold in a circle."""
+    gradients_of(loss, leaves)
 
 
 def gradients_of(loss: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
