@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Read = tuple[Any, Schema, RowTable]
 """A batch, its schema and its row table."""
+_BESIDE = " beside "  # between kinds of loss in one batch
 
 
 class Training:
@@ -329,7 +330,9 @@ class Training:
             return outcome
         of_batch, by_row = self._shown
         seen = {name for name, rows in by_row.items() if not outcome.rows or rows[list(outcome.rows)].any()}
-        seen |= {_loss_facet(key) for key in outcome.losses} | set(seen_besides)
+        kinds = {_loss_facet(key) for key in outcome.losses}
+        # A check that had passes of several kinds has seen these beside each other.
+        seen |= kinds | {each for each in self.ledger.new if kinds >= set(each.split(_BESIDE))} | set(seen_besides)
         self.ledger.passed(outcome.difference, of_batch | seen)
         return outcome
 
@@ -424,7 +427,7 @@ class _Losses:
     def mix(self) -> None:
         """Passes of one batch whose losses are of several kinds, as where flooding has begun for some, are one more."""
         if len(self._rows) > 1:
-            facet = " beside ".join(sorted(self._rows))
+            facet = _BESIDE.join(sorted(self._rows))
             self._words[facet] = "losses of several kinds in one batch"
             self._new[facet] = [int(row) for rows in self._rows.values() for row in list(rows)[:2]]
 
