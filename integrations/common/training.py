@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from lightning_padmin.integrations.common.session import Session
 
 T = TypeVar("T")
-_BESIDE = " beside "
 _FOUND = re.compile(r"first-batch check( \(rank \d+\))?: (.*)", re.DOTALL)
 Read = tuple[Any, Schema, RowTable]
 """A batch, its schema and its row table."""
+_BESIDE = " beside "  # between kinds of loss in one batch
 
 
 class Training:
@@ -346,8 +346,9 @@ class Training:
             return outcome
         of_batch, by_row = self._shown
         seen = {name for name, rows in by_row.items() if not outcome.rows or rows[list(outcome.rows)].any()}
-        seen |= {_loss_facet(key) for key in outcome.losses} | set(seen_besides)
-        seen |= {facet for facet in self.ledger.new if _BESIDE in facet}  # of several passes: none of a check has it
+        kinds = {_loss_facet(key) for key in outcome.losses}
+        # A check that had passes of several kinds has seen these beside each other.
+        seen |= kinds | {each for each in self.ledger.new if kinds >= set(each.split(_BESIDE))} | set(seen_besides)
         self.ledger.passed(outcome.difference, of_batch | seen)
         self._write(
             "audit",

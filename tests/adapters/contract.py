@@ -334,7 +334,7 @@ class Scenario:
         return self.loss(model(**inputs)["logits"], batch)
 
 
-_OWN_LOOP = "a loop takes its own loss, and nobody compares gradients there (verify_equivalence does)"
+_OWN_LOOP = "a loop takes its own loss, and nobody compares gradients there (backward does, and verify_equivalence)"
 
 
 SCENARIOS = (

@@ -6,6 +6,7 @@ table and what it expects stand in `contract.py`; plans, messages and refusals i
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -111,6 +112,19 @@ def test_as_expected(scenario: str, name: str) -> None:
             return
         assert wrong.error is None
         assert contract.difference(wrong, stock(scenario, name)) > 0.05
+
+
+@pytest.mark.parametrize("name", ["fabric", "accelerate"])
+@pytest.mark.parametrize("scenario", ["a model that reads padding", "a loss that couples rows", "right padding"])
+def test_what_a_loop_does_not_see_its_backward_refuses(scenario: str, name: str) -> None:
+    loop: Any = copy.copy(contract.adapter(name))
+
+    def batch(case: Scenario, ours: bool, model: Any, optimizer: Any, batch: Any, index: int, out: Outcome) -> None:
+        loop.pad.backward(batch, model, lambda micro: case.loss_of(model, micro))
+
+    loop.batch = batch
+    found = contract.carry_out(loop, SCENARIOS[scenario])
+    assert (found.error or ("",))[0] == ("" if scenario == "right padding" else "GradientCheckError")
 
 
 def test_the_table_is_complete() -> None:

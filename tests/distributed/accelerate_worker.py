@@ -22,6 +22,7 @@ if sys.argv[2] == "ddp":
     os.environ["ACCELERATE_USE_CPU"] = "true"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import loop_cases
 import support
 import torch
 import torch.distributed as dist
@@ -275,6 +276,47 @@ def reductions() -> Any:
                 optimizer.zero_grad()
         counts.append(calls[0])
     return counts
+
+
+class Network(nn.Module):
+    """The logits of token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = support.TinyLM().double()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.inner(input_ids)
+        return logits
+
+
+def audits() -> Any:
+    """Losses that `backward` checks, in windows of two batches."""
+
+    def make(check: str, reduction: str) -> Any:
+        accelerator, own = accelerator_of(2), Network()
+        model: Any
+        model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
+        config: Any = {"token_budget": 24, "launch_cost": 4, "check": check, "loss_reduction": reduction}
+        pad = PadMin(accelerator, PadMinConfig(**config)) if check else None
+
+        def step(batch: Any, index: int, loss_fn: Any) -> None:
+            with accelerator.accumulate(model):
+                if pad is None:
+                    accelerator.backward(loss_fn(batch))
+                else:
+                    pad.backward(batch, model, loss_fn)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def now() -> Tensor:
+            with FullyShardedDataParallel.summon_full_params(model) if KIND == "fsdp1" else nothing():
+                return parameters(accelerator.unwrap_model(model)).clone()
+
+        return model, pad, step, now
+
+    return loop_cases.audits(make, RANK)
 
 
 def unprepared() -> Any:

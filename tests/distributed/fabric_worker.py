@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import loop_cases
 import support
 import torch
 import torch.distributed as dist
@@ -417,6 +418,34 @@ def same_batch_on_both() -> Any:
     model, pad = set_up(), FabricPadMin(FABRIC, CONFIG)
     pad.backward(support.make_batch(FIVE), model, lambda micro: loss_of(model, micro))
     return pad.metrics()
+
+
+def audits(defer_sync: bool | None = None) -> Any:
+    """Losses that `backward` checks, in windows of two batches."""
+
+    def make(check: str, reduction: str) -> Any:
+        model = set_up()
+        optimizer = FABRIC.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        config: Any = {"token_budget": BUDGET, "launch_cost": 4, "check": check, "loss_reduction": reduction}
+        pad = FabricPadMin(FABRIC, PadMinConfig(**config), defer_sync=defer_sync) if check else None
+
+        def step(batch: Any, index: int, loss_fn: Any) -> None:
+            more = index % 2 == 0
+            if pad is None:
+                FABRIC.backward(loss_fn(batch) / 2)
+            else:
+                pad.backward(batch, model, lambda micro: loss_fn(micro) / 2, is_accumulating=more)
+            if not more:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return model, pad, step, lambda: full_parameters(model)
+
+    return loop_cases.audits(make, RANK)
+
+
+def deferred_audits() -> Any:
+    return audits(defer_sync=True)
 
 
 def one_rank_fails() -> Any:

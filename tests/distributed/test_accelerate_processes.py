@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import loop_cases
 import processes
 import pytest
 import torch
@@ -27,9 +28,10 @@ SCENARIOS = {
         "join",
         "disagree",
         "evaluation",
+        "audits",
     ],
-    "fsdp2": [*EQUAL, "equal_weights", "malformed"],
-    "fsdp1": [*EQUAL, "equal_weights", "malformed"],
+    "fsdp2": [*EQUAL, "equal_weights", "malformed", "audits"],
+    "fsdp1": [*EQUAL, "equal_weights", "malformed", "audits"],
     "zero0": EQUAL,
     "zero1": [*EQUAL, "deepspeed_control"],
     "zero2": [*EQUAL, "equal_weights", "deepspeed_control", "malformed"],
@@ -128,6 +130,11 @@ def test_switched_off_is_the_plain_loop_to_the_bit(ranks_of: Get, kind: str) -> 
 @pytest.mark.parametrize("kind", kinds("equal_weights"))
 def test_negative_control_equal_weights(ranks_of: Get, kind: str) -> None:
     assert all(moved(rank["equal_weights"], "split") > 0.1 for rank in ranks_of(kind))
+
+
+@pytest.mark.parametrize("kind", kinds("audits"))
+def test_ranks_check_losses_together(ranks_of: Get, kind: str) -> None:
+    loop_cases.assert_audited([rank["audits"] for rank in ranks_of(kind)], bound(kind))
 
 
 @pytest.mark.parametrize("kind", kinds("deepspeed_control"))

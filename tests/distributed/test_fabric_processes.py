@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import loop_cases
 import processes
 import pytest
 import support
@@ -32,8 +33,9 @@ SCENARIOS = {
         "one_rank_left_early",
         "no_loss_on_one_rank",
         "global_mean",
+        "audits",
     ],
-    "ddp_static": ["uneven", "left_early"],
+    "ddp_static": ["uneven", "left_early", "audits"],
     "ddp_find_unused": ["uneven", "no_loss_on_one_rank"],
     "fsdp1": [
         "uneven",
@@ -45,6 +47,8 @@ SCENARIOS = {
         "malformed",
         "left_early",
         "no_loss_on_one_rank",
+        "audits",
+        "deferred_audits",
     ],
     "fsdp1_single": ["clipped"],
     "fsdp2": [
@@ -63,6 +67,7 @@ SCENARIOS = {
         "no_loss_on_one_rank",
         "global_mean",
         "memory",
+        "audits",
     ],
     "tensor_parallel": ["same_batch_on_both"],
 }
@@ -149,6 +154,14 @@ def test_loss_of_a_batch_without_loss_tokens_is_zero(ranks_of: Callable[[str], R
     losses = [rank["no_loss_on_one_rank"]["loss"] for rank in ranks_of(strategy)]
     assert losses[0] > 1
     assert losses[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scenario"),
+    [marked(s, name) for name in ("audits", "deferred_audits") for s in SCENARIOS if name in SCENARIOS[s]],
+)
+def test_ranks_check_losses_together(ranks_of: Callable[[str], Ranks], strategy: str, scenario: str) -> None:
+    loop_cases.assert_audited([rank[scenario] for rank in ranks_of(strategy)], bound=1e-12)
 
 
 @pytest.mark.parametrize("strategy", pairs("metrics"))
