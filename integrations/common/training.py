@@ -348,7 +348,7 @@ class Training:
         self._write(
             "audit",
             facets=list(self.ledger.record[-1].facets),
-            rows=len(outcome.rows) or self._rows,
+            rows=len(outcome.rows) or self._rows or None,
             difference=outcome.difference,
             limit=outcome.limit,
         )

@@ -122,15 +122,16 @@ class PadMinMixin:
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """The stock batches of an accumulation window; looked at where parameters are sharded."""
         found = super().get_batch_samples(*args, **options)  # type: ignore[misc]
+        if self._padmin is not None:  # by now a checkpoint is loaded
+            self._padmin.session.kept.resume(self.state)  # type: ignore[attr-defined]
         if isinstance(self._padmin, OfflineEngine):
             self._padmin.before_window(*found)
         return found
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: its share of the window's chunks."""
-        if self._padmin is not None:  # by now every rank has made its trainer, and a checkpoint is loaded
+        if self._padmin is not None:  # by now every rank has made its trainer
             self._padmin.session.agree()
-            self._padmin.session.kept.resume(self.state)  # type: ignore[attr-defined]
         stock = super().training_step  # type: ignore[misc]
         step = stock if self._padmin is None else self._padmin.step_in_place_of(stock)
         loss: Tensor = step(model, inputs, num_items_in_batch)

@@ -189,3 +189,29 @@ def test_a_trainer_keeps_audits_in_its_state(tmp_path: Path) -> None:
     path.write_text(json.dumps(saved))
     trained(tmp_path, 6, resume=True)
     assert kept_in(tmp_path / "checkpoint-6")[0] == 2
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_trainers_of_trl(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("trl")
+    import offline_cases
+    import trl_cases
+
+    more: dict[str, Any] = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    if kind == "grpo":
+        trainer = trl_cases.build(trl_cases.OURS, {"loss_type": "dapo"} | more, trl_cases.padmin("split"))
+        trainer.train()
+        logs = [line for line in trainer.state.log_history if "padmin/audits" in line]
+    else:
+        logs = offline_cases.trained("sft", trl_cases.qwen2(), PadMinConfig(token_budget=96), **more).logs
+        logs = [line for line in logs if "padmin/audits" in line]
+    assert len(logs) == 2
+    step, count = kept_in(tmp_path / "checkpoint-2")
+    assert count == logs[-1]["padmin/audits"] >= 1
+    assert step == 2
+    configuration, *audits = lines_of(tmp_path)
+    assert configuration["adapter"] == "PadMinMixin"
+    assert [(line["kind"], line["way"]) for line in audits] == [
+        ("audit", "split" if kind == "grpo" else "joint")
+    ] * count
+    assert max(line["difference"] for line in audits) == logs[-1]["padmin/audit_worst"] < 1e-4
