@@ -358,7 +358,8 @@ class Training:
         """A line for the file of proof, see `Proof`; facets that are kinds of loss are explained."""
         if self.topology.rank != 0 or self.ledger is None:
             return
-        losses = {facet: self._losses.words(facet) for facet in found["facets"] if facet.startswith(_LOSS)}
+        words = {facet: self._losses.words(facet) for facet in found["facets"] if facet.startswith(_LOSS)}
+        losses = {facet: told for facet, told in words.items() if told != facet}
         explained = {"losses": losses} if losses else {}
         where = {"step": self.ledger.step, "way": self.way}
         self._session.audits.note(kind, **where, **found, **explained, **self._plan)
