@@ -253,6 +253,11 @@ def fit_pair(
 Row = dict[str, float]
 
 
+def without_audits(metrics: Row) -> Row:
+    """Of metrics those that tell of batches."""
+    return {name: value for name, value in metrics.items() if not name.endswith(("audits", "audit_worst"))}
+
+
 class Memory(Logger):
     """A logger that keeps what it is given."""
 
@@ -273,6 +278,10 @@ class Memory(Logger):
 
     def log_hyperparams(self, *arguments: Any, **options: Any) -> None:
         pass
+
+    def counts(self) -> list[tuple[int | None, Row]]:
+        """Rows of the callback, of batches alone: how many were audited is no matter of a batch."""
+        return [(step, without_audits(row)) for step, row in self.of("padmin/")]
 
     def of(self, prefix: str) -> list[tuple[int | None, Row]]:
         """Rows of the callback (its prefix) or of everybody else ("")."""

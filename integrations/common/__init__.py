@@ -20,7 +20,7 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
 """
 
 from lightning_padmin.architectures import refuse_batch_statistics, refuse_noise_of
-from lightning_padmin.integrations.common.audits import KeptAudits
+from lightning_padmin.integrations.common.audits import Audits as SessionAudits
 from lightning_padmin.integrations.common.backward import acts_on_gradients, reenters
 from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
 from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined, zero_of_parameters
@@ -54,7 +54,6 @@ __all__ = [
     "Fingerprint",
     "FirstBatches",
     "Isolated",
-    "KeptAudits",
     "Kind",
     "Ledger",
     "LossCheck",
@@ -66,6 +65,7 @@ __all__ = [
     "Read",
     "Seen",
     "Session",
+    "SessionAudits",
     "Topology",
     "Training",
     "accumulation_boundary",

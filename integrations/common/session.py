@@ -28,7 +28,7 @@ from lightning_padmin.distributed import (
     telling_others,
 )
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.integrations.common.audits import Audits
+from lightning_padmin.integrations.common.audits import Audits, KeptAudits
 from lightning_padmin.integrations.common.topology import Topology
 from lightning_padmin.integrations.common.training import Training
 from lightning_padmin.microbatching import LoopGuard, MicroBatch, MicroBatches
@@ -55,6 +55,7 @@ class Session:
     Attributes:
         meter: counts of this rank.
         audits: what was audited, of all trainings.
+        kept: the same in the checkpoints of Trainers of transformers and TRL.
         loops: the loop over micro-batches that is open, where loops are the user's own.
         notices: says warnings, each once.
     """
@@ -74,6 +75,7 @@ class Session:
         self._speaker = name if signs else "", is_main
         self.notices = self.new_notices()
         self.audits = Audits(name, config, self.notices)
+        self.kept = KeptAudits(self.audits)
         self._announced: Announcement | None = None
         self._has_agreed = False
         self._trainings: weakref.WeakKeyDictionary[nn.Module, Training] | None = None  # which cannot be pickled
@@ -274,7 +276,8 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         without: dict[str, Any] = {"_announced": None, "loops": LoopGuard(), "_trainings": None}
-        return vars(self) | without | {"meter": copy.copy(self.meter), "audits": copy.copy(self.audits)}
+        audits = copy.copy(self.audits)
+        return vars(self) | without | {"meter": copy.copy(self.meter), "audits": audits, "kept": KeptAudits(audits)}
 
 
 __all__ = ["Around", "Session"]

@@ -353,7 +353,7 @@ class Training:
         self._write(
             "audit",
             facets=list(self.ledger.record[-1].facets),
-            rows=len(outcome.rows) or self._rows,
+            rows=len(outcome.rows) or self._rows or None,
             difference=outcome.difference,
             limit=outcome.limit,
         )
@@ -363,7 +363,8 @@ class Training:
         """A line for the file of proof, see `Proof`; facets that are kinds of loss are explained."""
         if self.topology.rank != 0 or self.ledger is None:
             return
-        losses = {facet: self._losses.words(facet) for facet in found["facets"] if facet.startswith(_LOSS)}
+        words = {facet: self._losses.words(facet) for facet in found["facets"] if facet.startswith(_LOSS)}
+        losses = {facet: told for facet, told in words.items() if told != facet}
         explained = {"losses": losses} if losses else {}
         where = {"step": self.ledger.step, "way": self.way}
         self._session.audits.note(kind, **where, **found, **explained, **self._plan)

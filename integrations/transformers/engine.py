@@ -26,7 +26,6 @@ from lightning_padmin.integrations.common import (
     MOST_BATCHES,
     Advice,
     FirstBatches,
-    KeptAudits,
     OneLoss,
     Outcome,
     Read,
@@ -118,7 +117,6 @@ class Engine:
         self._dealt = self._lost = 0  # batches whose rows were regrouped, targets that were subtracted
         self._topology = topology_of(trainer)
         self._session = Session("PadMinTrainerMixin", config, is_main=lambda: trainer.accelerator.is_main_process)
-        self._kept = KeptAudits(self._session.audits)
         self._session.announce()
         if config.enabled:
             self._set_up()
@@ -164,13 +162,13 @@ class Engine:
 
     def training(self) -> AbstractContextManager[None]:
         """Around a training, in which ranks hear why another one has ended."""
-        self._kept.begin()
+        self._session.kept.begin()
         return self._session.telling_others()
 
     def agree(self) -> None:
         """Once every rank has made its Trainer: all were given the same options. A checkpoint is loaded by now."""
         self._session.agree()
-        self._kept.resume(self._trainer.state)
+        self._session.kept.resume(self._trainer.state)
 
     # A window.
 
@@ -477,7 +475,7 @@ class Engine:
 
     def keep(self) -> None:
         """Has what was audited written into checkpoints."""
-        self._kept.keep(self._trainer.state)
+        self._session.kept.keep(self._trainer.state)
 
     # Counts, and what is said.
 

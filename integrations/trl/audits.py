@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig
+from lightning_padmin.errors import ConfigError, GradientCheckError
 from lightning_padmin.integrations.common import (
     MOST_BATCHES,
     Fingerprint,
     Ledger,
     RandomState,
+    SessionAudits,
     fingerprint,
     new_in_loss,
 )
 from lightning_padmin.integrations.trl import hooks as trl_stock
 from lightning_padmin.integrations.trl.facets import OF_PADDING
 from lightning_padmin.integrations.trl.passes import free
+from lightning_padmin.microbatching import MicroBatches
 
 
 class Audits:
@@ -27,6 +31,7 @@ class Audits:
 
     Args:
         config: the options.
+        kept: the session's, for metrics, checkpoints and the file of proof.
 
     Attributes:
         ledger: what looks that passed have seen.
@@ -34,13 +39,14 @@ class Audits:
         model_is_open: the same of the model and padding.
     """
 
-    def __init__(self, config: PadMinConfig) -> None:
-        self._check, self._every = config.check, config.audit_every
+    def __init__(self, config: PadMinConfig, kept: SessionAudits) -> None:
+        self._check, self._kept = config.check, kept
         self.begin()
 
     def begin(self) -> None:
         """A training begins: with another loss, perhaps."""
-        self.ledger = Ledger(self._every)
+        self._kept.end()
+        self.ledger = self._kept.ledger() or Ledger()
         self._facets: Callable[[], set[str]] | None = None
         self._of_loss = False
         self.loss_is_open = self.model_is_open = self._check != "off"
@@ -49,6 +55,7 @@ class Audits:
         self._last: Fingerprint | None = None  # of a loss that a look has seen
         self._windows = 0
         self._news: list[str] = []
+        self._told: list[float] = []  # the difference of the last look, if it could tell
 
     @property
     def stands(self) -> bool:
@@ -102,9 +109,36 @@ class Audits:
         if not loss and not model:
             self.ledger.could_not_tell(for_want_of_gradients=True)
             return
+        self._told.append(difference)
         seen = self._shown | set(keys)
         self.ledger.passed(difference, seen - OF_PADDING if not model else seen if loss else seen & OF_PADDING)
         self._last = next((self._prints[key] for key in keys), self._last)
+
+    @contextmanager
+    def noted(self, batches: MicroBatches, way: Callable[[], str], rank: int) -> Iterator[None]:
+        """Around a look, which is written down, on the first rank, with what it has found.
+
+        Args:
+            batches: the plan of the window.
+            way: the mode in which it is going to run.
+            rank: of this process.
+        """
+        self._told.clear()
+
+        def note(kind: str, facets: Sequence[str], **found: Any) -> None:
+            if self.stands and rank == 0:
+                plan = {"rows": len(batches.table), "micro_batches": len(batches), "slots": batches.stats.slots}
+                self._kept.note(kind, step=self.ledger.step, way=way(), facets=facets, **found, **plan)
+
+        try:
+            yield
+        except (ConfigError, GradientCheckError) as error:
+            note("refused", self._news, words=str(error))
+            raise
+        if not self._told:
+            note("could not tell", self._news, given_up=self.ledger.given_up)
+        else:
+            note("audit", self.ledger.record[-1].facets, difference=max(self._told))
 
     def since(self) -> str:
         """What was new, and since when nobody has looked, as the end of a sentence; empty in a training's first."""
@@ -112,11 +146,11 @@ class Audits:
             return ""
         words = [self._words(each) for each in self._news]
         news = f"New in this window: {', '.join(words[:4])}{', ...' if len(words) > 4 else ''}. " if words else ""
-        last = self.ledger.last
-        between = self._windows - 1 - last
+        step, last = self.ledger.step, self.ledger.last if self.ledger.has_passed else 0
+        between = step - 1 - last
         told = f"the last look that passed was at window {last}" if last else "no look has passed before"
         gone = f", and {between} windows since then have been trained on and are not undone" if last and between else ""
-        return f". {news}This is window {self._windows}; {told}{gone}"
+        return f". {news}This is window {step}; {told}{gone}"
 
     # What the loss shows.
 

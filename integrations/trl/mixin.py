@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig, resolve_for_class
-from lightning_padmin.integrations.common import KeptAudits, Session
+from lightning_padmin.integrations.common import Session
 from lightning_padmin.stats import PaddingStats
 
 _NEEDS = "trl>=0.29"
@@ -88,7 +88,6 @@ class PadMinMixin:
     """
 
     _padmin: Engine | OfflineEngine | SwitchedOff | None = None  # while the stock constructor runs
-    _kept: KeptAudits | None = None
 
     def __init__(self, *args: Any, padmin: PadMinConfig | None = None, **options: Any) -> None:
         config = resolve_for_class(padmin)
@@ -97,7 +96,6 @@ class PadMinMixin:
         super().__init__(*args, **options)
         session = Session("PadMinMixin", config, is_main=lambda: self.accelerator.is_main_process)  # type: ignore[attr-defined]
         session.announce()
-        self._kept = KeptAudits(session.audits)
         session.audits.prove_in(self.args.output_dir)  # type: ignore[attr-defined]
         if not config.enabled:
             self._padmin = SwitchedOff(session)
@@ -117,29 +115,28 @@ class PadMinMixin:
         if self._padmin is None:
             return stock(*args, **options)
         self._padmin.begin()
-        if self._kept is not None:
-            self._kept.begin()
+        self._padmin.session.kept.begin()
         with self._padmin.session.telling_others():
             return stock(*args, **options)
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """The stock batches of an accumulation window; looked at where parameters are sharded."""
         found = super().get_batch_samples(*args, **options)  # type: ignore[misc]
+        if self._padmin is not None:  # by now a checkpoint is loaded
+            self._padmin.session.kept.resume(self.state)  # type: ignore[attr-defined]
         if isinstance(self._padmin, OfflineEngine):
             self._padmin.before_window(*found)
         return found
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One stock step: its share of the window's chunks."""
-        if self._padmin is not None:  # by now every rank has made its trainer, and a checkpoint is loaded
+        if self._padmin is not None:  # by now every rank has made its trainer
             self._padmin.session.agree()
-        if self._kept is not None:
-            self._kept.resume(self.state)  # type: ignore[attr-defined]
         stock = super().training_step  # type: ignore[misc]
         step = stock if self._padmin is None else self._padmin.step_in_place_of(stock)
         loss: Tensor = step(model, inputs, num_items_in_batch)
-        if self._kept is not None:
-            self._kept.keep(self.state)  # type: ignore[attr-defined]
+        if self._padmin is not None:
+            self._padmin.session.kept.keep(self.state)  # type: ignore[attr-defined]
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> tuple[Any, ...]:

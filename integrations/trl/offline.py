@@ -211,7 +211,7 @@ def _judged(found: Apart) -> Outcome:
             "backbone, reads padding. Use PadMinConfig(enabled=False)"
         )
     words = f"gradients with the backbone in chunks are the stock ones (relative difference {found.value:.1e})"
-    return Outcome(found.value, True, True, False, words, losses=found.losses)
+    return Outcome(found.value, True, True, False, words, losses=found.losses, limit=found.limit)
 
 
 def _backbone(name: str, model: Any) -> nn.Module:

@@ -107,7 +107,7 @@ class Engine:
         )
         self._training.use_gate(gate, asks_of_step=False)
         self.mode, why = choose_mode(trainer, config.mode)
-        self._audits = Audits(config)
+        self._audits = Audits(config, session.audits)
         self._training.ledger = None  # windows are looked at here, and losses of their own
         self._may_read_padding = config.check != "off"
         self._must_not_be_split = False  # found where one chunk held all rows, so that it made no difference
@@ -174,7 +174,8 @@ class Engine:
         self._look_at_prompts(first_tokens(batches.table, logits_to_keep))
         order = trl_images.in_order(batches.slot_maps, images.get("num_images"))
         if training and self._audits.are_due(batcher.audits):
-            self._look_at_model(model, batches, logits_to_keep, budget, loss=False)
+            with self._audits.noted(batches, lambda: self.mode, self._topology.rank):
+                self._look_at_model(model, batches, logits_to_keep, budget, loss=False)
         guard = self._training.guard(batches, tells=False)
         outputs = score_all(stock, model, batches, logits_to_keep, options, order, guard, no_sync)
         if training:
@@ -332,7 +333,8 @@ class Engine:
         score = partial(self._score, model, window)
         passes = Passes(trainer, window, score, loss, guard, self._hear if self._audits.stands else None)
         if self._audits.are_due(batcher.audits) or (self._must_not_be_split and len(window.batches) > 1):
-            self._audit(model, passes, self._budget(slots))
+            with self._audits.noted(window.batches, lambda: self.mode, self._topology.rank):
+                self._audit(model, passes, self._budget(slots))
             if self.mode == "joint":
                 return None
         if self.mode == "replay":

@@ -26,6 +26,7 @@ from lightning_padmin.architectures.hook_reading import read_hook
 from lightning_padmin.architectures.hook_source import name_of
 from lightning_padmin.architectures.loading import (
     load_model,
+    load_step,
     logits_of,
     packed_logits,
     random_batch,
@@ -52,6 +53,7 @@ __all__ = [
     "inspect_model",
     "is_encoder_decoder",
     "load_model",
+    "load_step",
     "logits_of",
     "name_of",
     "packed_logits",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import UsageError as UsageError  # was here
 from lightning_padmin.printing import first_line, guard_logs
 from lightning_padmin.runtime import takes
@@ -71,23 +72,50 @@ def refuse_special_files(folder: str) -> None:
             raise UsageError(f"{path!r} is no regular file: take it out of the folder")
 
 
+def load_step(name: str) -> tuple[nn.Module, LossFunction, Any, PadMinConfig | None]:
+    """What a training step is made of.
+
+    Args:
+        name: `module:function`, which returns (module, function batch -> loss, batch), and options if it likes.
+
+    Raises:
+        UsageError: it cannot be called, or returns something else.
+    """
+    made = _made_by(name)
+    if not isinstance(made, tuple) or len(made) not in (3, 4):
+        raise UsageError(
+            f"{name!r} returned {type(made).__name__}: expected (module, function batch -> loss, batch), and a "
+            "PadMinConfig as the fourth if you like"
+        )
+    module, loss_fn, batch, config = (*made, None)[:4]
+    if not isinstance(module, nn.Module) or not callable(loss_fn) or not isinstance(config, PadMinConfig | None):
+        kinds = ", ".join(type(each).__name__ for each in made)
+        raise UsageError(f"{name!r} returned ({kinds}): expected a module, a function, a batch, and a PadMinConfig")
+    return module, loss_fn, batch, config
+
+
 def _from_function(name: str) -> tuple[nn.Module, LossFunction | None]:
-    path, _, attribute = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        made = getattr(importlib.import_module(path), attribute)()
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{name!r}: {first_line(error)}; expected module:function, importable from here") from error
-    except (Exception, SystemExit) as error:  # of the user's own code
-        raise UsageError(f"{name!r} raised {type(error).__name__}: {first_line(error)}") from error
-    finally:
-        sys.path.pop(0)
+    made = _made_by(name)
     module, loss_fn = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module) or not (loss_fn is None or callable(loss_fn)):
         raise UsageError(
             f"{name!r} returned {type(made).__name__}: expected a module or (module, function batch -> loss)"
         )
     return module, loss_fn
+
+
+def _made_by(name: str) -> Any:
+    path, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        made: Any = getattr(importlib.import_module(path), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{name!r}: {first_line(error)}; expected module:function, importable from here") from error
+    except (Exception, SystemExit) as error:  # of the user's own code
+        raise UsageError(f"{name!r} raised {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        sys.path.pop(0)
+    return made
 
 
 def vocabulary_of(module: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""The command line: `padmin diagnose`, `padmin verify`, `padmin launch`, `padmin env`."""
+"""The command line: `padmin diagnose`, `padmin verify`, `padmin prove`, `padmin launch`, `padmin env`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lightning_padmin.architectures import (
     token_mean,
     vocabulary_of,
 )
+from lightning_padmin.cli import prove
 from lightning_padmin.cli.launch import launch
 from lightning_padmin.config import PadMinConfig, describe
 from lightning_padmin.diagnose.command import add_parser
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-        0 if what was asked holds, 1 if not (verify: a difference was found; env: the configuration cannot be
+        0 if what was asked holds, 1 if not (verify, prove: a difference was found; env: the configuration cannot be
         resolved), 2 for input that cannot be used.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run Python code that lies beside the model; without it nothing is run, and nobody is asked",
     )
     verify.set_defaults(run=_verify)
+    prove.add_parser(commands)
     commands.add_parser(
         "launch",
         help="accelerate launch, for a configuration file with a section padmin_config",

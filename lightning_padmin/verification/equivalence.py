@@ -95,6 +95,7 @@ def verify_equivalence(
     forward: Callable[[Any], Tensor] | None = None,
     packed: Callable[[Tensor, Tensor], Tensor] | None = None,
     tolerance: float | None = None,
+    as_it_came: bool = False,
 ) -> Report:
     """Compares training with and without splitting on one batch.
 
@@ -106,6 +107,7 @@ def verify_equivalence(
         forward: logits (rows, width, ...) of a batch; with it, every row is also compared with itself alone.
         packed: logits (1, n, ...) of one row of `input_ids` (1, n) with `position_ids` (1, n) that restart at each
             document; with it and `forward`, two documents in one row are compared with each alone.
+        as_it_came: whether the gradient of the batch with the padding that it has is compared, too.
         tolerance: largest relative difference that counts as none; default by dtype, 1e-9 in float64, 1e-3 in
             float32, 0.1 in half precision.
 
@@ -120,7 +122,8 @@ def verify_equivalence(
         2. the gradient of the un-split batch, rolled and trimmed, against the weighted sum over micro-batches;
         3. what the batch as it came makes of each row (needs `forward`): its padding itself may be wrong;
         4. whether packing two documents into one row leaks from the first into the second (needs `packed`). A note:
-           rows are packed on request only (`layout="pack"`), after a finer test of the same kind.
+           rows are packed on request only (`layout="pack"`), after a finer test of the same kind;
+        5. the gradient of the batch as it came against the weighted sum over micro-batches (with `as_it_came`).
 
     If the gradients differ, the other ways to reduce a loss are tried, and the one that matches is named.
     """
@@ -147,6 +150,9 @@ def verify_equivalence(
         if gradients.verdict == "differs":
             gradients = _named_cause(gradients, _matching(module, loss_fn, batch, config, whole, limit))
         checks.append(gradients)
+        if as_it_came:
+            came = _gradients(module, lambda: loss_fn(batch))
+            checks.append(_against_stock(_compare_gradients(split, came, limit), gradients.verdict == "exact"))
     findings = tuple(map(words_of, inspect_model(module)))
     stats = batches.stats
     shapes = tuple((len(slots), sum(slots.widths)) for slots in batches.slot_maps)
@@ -276,6 +282,16 @@ def _compare_gradients(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
     if value <= limit and not any(math.isnan(each) for each in differences.values()):
         return Check(name, value, limit, "exact", f"the same (largest relative difference {value:.1e})", worst)
     return Check(name, value, limit, "differs", f"differ by {value:.1e} of the largest gradient", worst)
+
+
+def _against_stock(check: Check, cut_is_exact: bool) -> Check:
+    words = check.words
+    if check.verdict == "differs" and cut_is_exact:
+        words += (
+            "; whole and split they agree once padding is cut, so it is padding that does this: the loss or the model "
+            "reads it, or the model counts positions by column"
+        )
+    return replace(check, name="gradients of the split batch against the batch as it came", words=words)
 
 
 def _matching(

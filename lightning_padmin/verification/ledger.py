@@ -47,6 +47,7 @@ class Ledger:
         worst: the largest difference among them.
         last: the step of the last one.
         record: the first and the last of them.
+        given_up_before: facets that none had seen when the checkpoint was written.
     """
 
     def __init__(self, every: int = 500) -> None:
@@ -54,6 +55,7 @@ class Ledger:
         self.record: list[Audit] = []
         self._began = self._audits_before = 0  # steps and audits of earlier processes
         self._history: dict[str, int] = {}  # what they have seen
+        self.given_up_before: list[str] = []
         self._seen: dict[str, int] = {}
         self._tries: dict[str, float] = {}
         self._new: frozenset[str] = frozenset()
@@ -161,12 +163,14 @@ class Ledger:
                 Audit(int(each["step"]), float(each["difference"]), _texts(each["facets"])) for each in state["record"]
             ]
             numbers = int(state["step"]), int(state["audits"]), float(state["worst"]), int(state["last"])
+            given_up = list(_texts(state.get("given_up", ())))
             history = {_text(facet): int(step) for facet, step in dict(state.get("facets", {})).items()}
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PadMinError(f"audits of a checkpoint cannot be read: {type(error).__name__}: {error}") from None
         self.step, self.audits, self.worst, self.last = numbers
         half = _MOST_KEPT // 2
         self.record = record if len(record) <= _MOST_KEPT else record[:half] + record[-half:]
+        self.given_up_before = given_up[: 4 * MOST_FACETS]
         self._began, self._audits_before = self.step, self.audits
         self._history = dict(list(history.items())[: 4 * MOST_FACETS])
 

@@ -105,6 +105,7 @@ def test_metrics_are_merged_at_the_end_too(ranks: Ranks) -> None:
     assert ranks[0]["flushed"] == ranks[1]["flushed"]
     assert ranks[0]["flushed"]["padmin/slots"] == 2 * (98 + 14 + 2)
     assert ranks[0]["flushed"]["padmin/micro_batches"] == 20
+    assert ranks[0]["flushed"]["padmin/audits"] >= 1  # the same on both, as all of them
 
 
 def test_dummies_keep_ranks_in_step_and_out_of_everything_else(ranks: Ranks) -> None:

@@ -327,7 +327,7 @@ def test_metrics_equal_a_hand_count_and_start_again(fabric: Fabric, batch: dict[
     for _ in range(2):
         pad.backward(batch, model, lambda micro: loss_of(model, micro))
     # 24 | 20 | 12 12 | 6 6 6 6 | 3 2: slots 24 + 20 + 24 + 24 + 6 = 98 of 10 x 24.
-    assert pad.metrics() == pytest.approx(
+    assert support.without_audits(pad.metrics()) == pytest.approx(
         {
             "padmin/waste": 1 - 97 / 98,
             "padmin/waste_before": 1 - 97 / 240,

@@ -16,6 +16,7 @@ import trl_cases as cases
 
 from lightning_padmin import PadMinConfig, PadMinWarning
 from lightning_padmin.errors import ConfigError, GradientCheckError
+from lightning_padmin.integrations.common import Session
 from lightning_padmin.integrations.trl.audits import Audits
 from lightning_padmin.integrations.trl.facets import BEHIND, LEFT, token_facets, window_facets
 
@@ -330,7 +331,8 @@ def test_audits_leave_nothing_and_are_few() -> None:
 
 
 def test_a_late_fact_of_a_loss_is_looked_at_in_the_next_window() -> None:
-    audits = Audits(PadMinConfig(check="audit", audit_every=0))
+    config = PadMinConfig(check="audit", audit_every=0)
+    audits = Audits(config, Session("PadMinMixin", config).audits)
     leaf = torch.ones(3, requires_grad=True)
     plain, squared = audits.key_of(leaf.sum()), audits.key_of(leaf.mean() ** 2)
 
