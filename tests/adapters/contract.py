@@ -811,6 +811,8 @@ class OfToggle(OfAccelerate):
 class Task(pl.LightningModule):
     """A scenario's training step; also with manual optimization."""
 
+    padmin_per_call = ("out",)
+
     def __init__(
         self, scenario: Scenario, out: Outcome, kind: type[Net], callback: Any = None, manual: bool = False
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import dataclasses
 import importlib
 import json
 import pickle
@@ -59,6 +60,8 @@ def test_pickles_of_the_first_version_are_read(name: str) -> None:
             type(each) for each in [wanted, *(wanted if name == "errors" else [])]
         ]
         assert repr(found) == repr(wanted)
+    elif name == "config":  # what it did then is what it does now
+        assert found == dataclasses.replace(wanted, check="first-batch")
     else:
         assert found == wanted
 

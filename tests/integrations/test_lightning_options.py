@@ -56,6 +56,7 @@ VALUES: dict[str, Any] = {
     "method": "greedy",
     "mode": "split",
     "check": "off",
+    "audit_every": 100,
     "log_prefix": "",
     "log_reduce": {"rows": "sum"},
 }

@@ -70,6 +70,8 @@ MAKERS = [OfFabric, OfAccelerate]
 class Net(nn.Module):
     """Counts its calls in a buffer, and drops states out."""
 
+    padmin_per_call = ("calls", "called")
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(1)
