@@ -1,7 +1,8 @@
 """Whether gradients of shards wait to be reduced; FSDP keeps that where only private attributes tell.
 
 Checked with torch 2.13. FSDP2 notes for each group of parameters whether a backward pass reduces, and keeps gradients
-that wait apart from `.grad`; the first FSDP keeps un-sharded ones in `.grad` of its flat parameter.
+that wait in un-sharded parameters, apart from those that a model shows; the first FSDP keeps un-sharded ones in `.grad`
+of its flat parameter.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def _waits_in_first(module: Any) -> bool:
 
 
 def _waits_in_second(group: Any) -> bool:
-    return any(getattr(each, "unsharded_accumulated_grad", None) is not None for each in group.fsdp_params)
+    kept = [getattr(getattr(each, "_unsharded_param", None), "grad", None) for each in group.fsdp_params]
+    kept += [getattr(each, "unsharded_accumulated_grad", None) for each in group.fsdp_params]  # in another dtype
+    return any(each is not None for each in kept)
 
 
 __all__ = ["reducing"]

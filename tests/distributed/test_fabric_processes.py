@@ -35,7 +35,7 @@ SCENARIOS = {
         "global_mean",
         "audits",
     ],
-    "ddp_static": ["uneven", "left_early", "audits"],
+    "ddp_static": ["uneven", "left_early"],
     "ddp_find_unused": ["uneven", "no_loss_on_one_rank"],
     "fsdp1": [
         "uneven",
