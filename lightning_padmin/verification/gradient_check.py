@@ -34,7 +34,7 @@ from lightning_padmin.verification.explain import (
     group_weights,
     measured,
 )
-from lightning_padmin.verification.facets import row_facets
+from lightning_padmin.verification.facets import Values, row_facets
 from lightning_padmin.verification.noise import may_run_in_float32, measured_limit, rounded_otherwise
 from lightning_padmin.verification.padding import GRADIENTS, STILL, Heard, Logged, filled, moved
 from lightning_padmin.verification.padding import named as named_values
@@ -121,6 +121,7 @@ def check_gradients(
     advice: Advice | None = None,
     wanted: Collection[str] = (),
     prefer: Sequence[int] | NDArray[np.int64] | None = None,
+    values: Values | None = None,
 ) -> Outcome | None:
     """Compares gradients of a few rows, split and as they came; on all ranks or on none.
 
@@ -150,6 +151,7 @@ def check_gradients(
         advice: what can be done instead, in the adapter's words.
         wanted: facets of rows (see `row_facets`) that are to be seen before others.
         prefer: rows to take where there is a choice.
+        values: of entries of the batches before.
 
     Returns:
         The outcome, or None where a rank has no two rows that carry loss (another batch may do), or where this batch
@@ -163,7 +165,8 @@ def check_gradients(
     if first_labels:
         probe = _agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
     else:
-        facets = row_facets(dict(iter_leaves(batch, schema.fields)), schema, table) if joint is None else {}
+        leaves = dict(iter_leaves(batch, schema.fields))
+        facets = row_facets(leaves, schema, table, values) if joint is None else {}
         shown = Shown.of(facets, len(table), wanted, prefer)
         is_joint = joint is not None
         probe = _agreed_probe(batch, schema, table, config, exchange, limit, is_joint, more_than_told, packs, shown)
