@@ -57,6 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, help="in which audits are counted")
     parser.add_argument("--clock", default="wall", choices=sorted(CLOCKS), help="cpu where other programs run too")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--modes", nargs="+", default=["split", "joint"], choices=["split", "joint"])
     parser.add_argument("--part", nargs="+", default=["cost", "memory", "count"], choices=["cost", "memory", "count"])
     return parser.parse_args(arguments)
 
@@ -270,7 +271,7 @@ def costs(options: argparse.Namespace, model: nn.Module) -> dict[str, float]:
     print(f"{'one audit':24} {'step s':>9} {'steps':>7} {'least':>7} {'most':>7} {'facets':>9} {'fingerprint':>12}")
     for rows in options.rows:
         batches = batches_of(options, rows, options.repeats, model.config.vocab_size)
-        for mode in ("split", "joint"):
+        for mode in options.modes:
             found = cost(options, model, batches, mode)
             middle = statistics.median(found.audit)
             worst[mode] = max(worst.get(mode, 0.0), middle)
@@ -289,7 +290,7 @@ def memory(options: argparse.Namespace, model: nn.Module) -> bool:
     print(f"{'peak of memory, MB':24} {'step':>9} {'audit':>9}")
     for rows in options.rows:
         batch = batches_of(options, rows, 1, model.config.vocab_size)[0]
-        for mode in ("split", "joint"):
+        for mode in options.modes:
             config = {"max_epochs": 1, "token_budget": third(batch), "mode": mode}
             of_steps: list[int] = []
             fit(model, twice(batch), lambda step, k=of_steps: k.append(peak(step, nn.Module())), check="off", **config)

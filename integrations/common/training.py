@@ -425,6 +425,7 @@ class Training:
             "is_sharded": self.topology.kind == "sharded",
             "wanted": self.wanted,
             "values": self.values,
+            "settled": self.ledger is not None and self.ledger.has_passed and not self.ledger.new,
         }
         return check_gradients(loss, *read, config, self.model, **(known | how))
 
