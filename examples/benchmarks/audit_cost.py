@@ -298,8 +298,9 @@ def memory(options: argparse.Namespace, model: nn.Module) -> bool:
             with watch.installed(always=True, memory=True):
                 fit(model, twice(batch), lambda step: step(), **config)
             of_audit = watch.peak_of_audit or 0
-            fine &= of_audit <= of_steps[0]
-            print(f"{f'{mode}, {rows} rows':24} {of_steps[0] / 1e6:9.0f} {of_audit / 1e6:9.0f}", flush=True)
+            of_step = of_steps[-1]  # states of the optimizer are there
+            fine &= of_audit <= 1.01 * of_step  # besides what it allocates itself, which is small
+            print(f"{f'{mode}, {rows} rows':24} {of_step / 1e6:9.0f} {of_audit / 1e6:9.0f}", flush=True)
     return fine
 
 
