@@ -35,7 +35,8 @@ from lightning_padmin.verification.compare import HALF_LIMIT, Tolerance
 from lightning_padmin.verification.explain import group_weights
 from lightning_padmin.verification.noise import measured_limit, rounded_otherwise
 from lightning_padmin.verification.passes import LocalPasses
-from lightning_padmin.verification.probe import make_probe, probe_sizes
+from lightning_padmin.verification.probe import make_probe
+from lightning_padmin.verification.rows import choices
 from lightning_padmin.verification.sketch import Sketches, combine
 
 MODELS = ("llama", "qwen2", "gru", "mixtral", "qwen2-moe", "smollm2")
@@ -115,7 +116,8 @@ def probe_once(step: Step, seed: int, longest: int, vocabulary: int) -> Iterator
     batch = make_batch(seed, RAGGED[seed % len(RAGGED)], longest, vocabulary)
     schema = infer_schema(batch, config.fields, pad_token_id=0)
     table = measure(batch, schema, loss_reduction="token-mean", label_shift=1)
-    probe = make_probe(batch, schema, table, config, max(probe_sizes(table, config, HALF_LIMIT)[0]))
+    choice = choices(table, ROWS * longest, HALF_LIMIT)
+    probe = make_probe(batch, schema, table, config, choice[max(choice)].groups)
     passes = LocalPasses(step, batch, schema, step.model, probe, None)
     weights = group_weights(table, probe.groups, "token-mean")
 

@@ -21,11 +21,14 @@ from lightning_padmin.verification import (
     Outcome,
     PackCheck,
     PackGate,
+    Values,
     batch_facets,
     check_gradients,
     fingerprint,
     model_facets,
+    parts_of,
     plain_facets,
+    reasons,
     row_facets,
     what_changed,
 )
@@ -65,6 +68,7 @@ class Training:
         gate: decides whether rows are packed; None: they are padded.
         packs: whether the step takes packs; None where nobody asks.
         has_passed: whether `heed` has found nothing to refuse.
+        values: of entries of its batches, see `Values`.
         ledger: what was shown to checks that passed; None where nothing is audited.
         way: how its batches run: "split", "joint" or "replay".
         audit_is_due: whether, on some rank, the batch that was read last should be checked before it is trained on.
@@ -98,7 +102,7 @@ class Training:
         self.audit_is_due = self._has_begun = False
         self._shown: tuple[set[str], dict[str, Any]] = set(), {}
         self._rows, self._plan = 0, dict[str, int]()  # of the batch
-        self._losses = _Losses()
+        self.values, self._losses = Values(), _Losses()
 
     @property
     def model(self) -> nn.Module:
@@ -247,12 +251,18 @@ class Training:
     def _show(self, leaves: Mapping[str, Any], schema: Schema, table: RowTable) -> bool:
         """Notes what a batch shows, and whether that is to be looked at."""
         assert self.ledger is not None
-        model = self.model
-        rows = row_facets(leaves, schema, table)
-        of_batch = batch_facets(leaves, schema) | model_facets(list(model.modules()), list(model.parameters()))
+        rows = row_facets(leaves, schema, table, self.values)
+        of_batch = batch_facets(leaves, schema, self.values) | model_facets(*parts_of(self.model))
         self._shown, self._rows = (of_batch, rows), len(table)
-        self.ledger.show(of_batch | rows.keys())
+        self._let_go()
+        self.ledger.show(of_batch | reasons(rows))
         return self.ledger.wants
+
+    def _let_go(self) -> None:
+        """Values of entries that have turned out to have many leave their places to what is told apart."""
+        if self.ledger is not None and self.values.dropped:
+            self.ledger.forget(self.values.dropped)
+            self.values.dropped.clear()
 
     @property
     def wanted(self) -> frozenset[str]:
@@ -308,10 +318,10 @@ class Training:
             return None
         self.begin_step()
         self._has_begun = False
-        model = self.model
-        shown = [plain_facets(batch) for batch in batches]
-        of_all = set().union(*shown) | model_facets(list(model.modules()), list(model.parameters()))
-        self.ledger.show(of_all)
+        shown = [plain_facets(batch, self.values) for batch in batches]
+        of_all = set().union(*shown) | model_facets(*parts_of(self.model))
+        self._let_go()
+        self.ledger.show(reasons(of_all))
         self.audit_is_due = bool(self.topology.exchange([int(self.ledger.wants)]).any())
         if not self.audit_is_due:
             return None
@@ -345,11 +355,12 @@ class Training:
                 self._write("could not tell", facets=new, words=outcome.words, given_up=self.ledger.given_up)
             return outcome
         of_batch, by_row = self._shown
+        by_row = {name: by_row[name] for name in reasons(by_row)}
         seen = {name for name, rows in by_row.items() if not outcome.rows or rows[list(outcome.rows)].any()}
         kinds = {_loss_facet(key) for key in outcome.losses}
         # A check that had passes of several kinds has seen these beside each other.
         seen |= kinds | {each for each in self.ledger.new if kinds >= set(each.split(_BESIDE))} | set(seen_besides)
-        self.ledger.passed(outcome.difference, of_batch | seen)
+        self.ledger.passed(outcome.difference, reasons(of_batch) | seen)
         self._write(
             "audit",
             facets=list(self.ledger.record[-1].facets),
@@ -422,6 +433,8 @@ class Training:
             "exchange": self.topology.exchange,
             "is_sharded": self.topology.kind == "sharded",
             "wanted": self.wanted,
+            "values": self.values,
+            "settled": self.ledger is not None and self.ledger.has_passed and not self.ledger.new,
         }
         return check_gradients(loss, *read, config, self.model, **(known | how))
 

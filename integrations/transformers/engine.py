@@ -466,6 +466,7 @@ class Engine:
             packs=packs,
             first_labels=first_labels,
             wanted=self._training.wanted,
+            values=self._training.values,
             prefer=prefer,
             subtracts_lost=pools and self._subtracts_lost,
             advice=Advice(_COUPLED, _STOP, _ONCE, _SUM if pools else None),

@@ -30,7 +30,15 @@ change.
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.verification.compare import Tolerance, dtypes_of, relative_difference
 from lightning_padmin.verification.equivalence import Report, verify_equivalence
-from lightning_padmin.verification.facets import batch_facets, model_facets, plain_facets, row_facets
+from lightning_padmin.verification.facets import (
+    Values,
+    batch_facets,
+    model_facets,
+    parts_of,
+    plain_facets,
+    reasons,
+    row_facets,
+)
 from lightning_padmin.verification.fingerprints import Fact, Fingerprint, fingerprint, what_changed
 from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
@@ -61,6 +69,7 @@ __all__ = [
     "Report",
     "Sketches",
     "Tolerance",
+    "Values",
     "batch_facets",
     "check_gradients",
     "difference",
@@ -71,7 +80,9 @@ __all__ = [
     "model_facets",
     "needs_rows",
     "own_backward",
+    "parts_of",
     "plain_facets",
+    "reasons",
     "refuse_unproven",
     "relative_difference",
     "row_facets",

@@ -34,7 +34,7 @@ from lightning_padmin.verification.explain import (
     group_weights,
     measured,
 )
-from lightning_padmin.verification.facets import row_facets
+from lightning_padmin.verification.facets import Values, row_facets
 from lightning_padmin.verification.noise import may_run_in_float32, measured_limit, rounded_otherwise
 from lightning_padmin.verification.padding import GRADIENTS, STILL, Heard, Logged, filled, moved
 from lightning_padmin.verification.padding import named as named_values
@@ -121,6 +121,8 @@ def check_gradients(
     advice: Advice | None = None,
     wanted: Collection[str] = (),
     prefer: Sequence[int] | NDArray[np.int64] | None = None,
+    values: Values | None = None,
+    settled: bool = False,
 ) -> Outcome | None:
     """Compares gradients of a few rows, split and as they came; on all ranks or on none.
 
@@ -150,6 +152,9 @@ def check_gradients(
         advice: what can be done instead, in the adapter's words.
         wanted: facets of rows (see `row_facets`) that are to be seen before others.
         prefer: rows to take where there is a choice.
+        values: of entries of the batches before.
+        settled: a check before this one has passed, and this rank's batch shows nothing new. Joint mode takes a pass
+            less then, if that is so on all ranks.
 
     Returns:
         The outcome, or None where a rank has no two rows that carry loss (another batch may do), or where this batch
@@ -163,7 +168,8 @@ def check_gradients(
     if first_labels:
         probe = _agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
     else:
-        facets = row_facets(dict(iter_leaves(batch, schema.fields)), schema, table) if joint is None else {}
+        leaves = dict(iter_leaves(batch, schema.fields))
+        facets = row_facets(leaves, schema, table, values) if joint is None else {}
         shown = Shown.of(facets, len(table), wanted, prefer)
         is_joint = joint is not None
         probe = _agreed_probe(batch, schema, table, config, exchange, limit, is_joint, more_than_told, packs, shown)
@@ -176,7 +182,7 @@ def check_gradients(
         check = _Check(passes, batch, schema, table, config, module, probe, exchange, limit, joint is not None)
         check.is_packed, check.subtracts_lost, check.alone = packs is not None, subtracts_lost, alone
         if heard is not None and joint is not None:
-            check.heard, check.filled = heard, filled(joint)
+            check.heard, check.filled, check.settled = heard, filled(joint), settled
         check.advice, check.measures = advice or Advice(), tolerance is None
         return check.outcome()
     finally:
@@ -266,6 +272,7 @@ class _Check:
         self.heard: Heard | None = None  # the loss, in joint mode
         self.filled: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._heard_names: list[str] = []
+        self.settled = False
         self._columns = ColumnCheck(passes, batch, schema, table, exchange)
         self._knows_rows = False  # whether rows were compared with themselves alone
         self._written = ""  # what the step writes once per call
@@ -304,6 +311,7 @@ class _Check:
         self._is_bent = self._tells_first = self._knows_rows = False
         weights = [] if self._is_joint else group_weights(self._table, self._probe.groups, self._config.loss_reduction)
         came = self._together(passes.came)
+        of_came = {} if self.heard is None else self.heard.take()
         came = self._limited(came, weights)
         of_columns = None if self._is_joint or self.is_packed else self._columns(came, self._limit)
         if self._any(of_columns is not None):
@@ -332,7 +340,7 @@ class _Check:
             judged = self._together(lambda: self._judge(found, whole, judged) if differs else judged)
             judged = self._of_declarations(judged, whole)
             judged = self._explained(judged, found, whole)
-        judged = self._of_outputs(judged, found, values)
+        judged = self._of_outputs(judged, found, values, (came, of_came))
         judged = self._of_single_rows(judged, found)
         judged = self._without_padding(judged)
         self._tell_first(judged, found)
@@ -468,11 +476,29 @@ class _Check:
                 fitting |= 1 << index
         return replace(judged, matching=fitting) if fitting else replace(judged, status=Status.COUPLED)
 
-    def _of_outputs(self, judged: _Verdict, found: Sketches, values: Mapping[str, Tensor]) -> _Verdict:
-        """Joint mode: whether loss, gradients or logged values move with what stands in slots of padding."""
-        has_padding = bool((self._table.length < self._table.widths).any())
-        if self.heard is None or not self._any(has_padding):
+    @property
+    def _has_padding(self) -> bool:
+        return bool((self._table.length < self._table.widths).any())
+
+    def _of_outputs(
+        self,
+        judged: _Verdict,
+        found: Sketches,
+        values: Mapping[str, Tensor],
+        un_split: tuple[Sketches, Mapping[str, Tensor]],
+    ) -> _Verdict:
+        """Joint mode: whether loss, gradients or logged values move with what stands in slots of padding.
+
+        What the un-split model leaves there is one filling. Where another one was tried on batches like this before,
+        it is enough that nothing has moved from that to zeros.
+        """
+        if self.heard is None or not self._any(self._has_padding):
             return judged
+        if not self._any(not self.settled):
+            came, of_came = un_split
+            apart_from_stock = self._passes.difference(found, came, self._limit)[0]  # on all ranks
+            if not self._any(bool(moved(values, of_came)) or not apart_from_stock <= STILL):
+                return judged
         apart, where = self._moved(self.filled, found, values)
         if self._any(bool(apart)):
             anyway, _ = self._moved(None, found, values)

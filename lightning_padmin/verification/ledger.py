@@ -6,7 +6,7 @@ there are checks at steps 1, 3, 10, 30 and 100, and after that every so often, f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,6 +76,13 @@ class Ledger:
         room = MOST_FACETS - len(self._seen)
         new = [each for each in facets if each not in self._seen and self._tries.get(each, 0) < _MOST_TRIES]
         self._new |= frozenset(sorted(new)[: max(room, 0)])
+
+    def forget(self, facets: Collection[str]) -> None:
+        """These are no facets any more; there is room for others."""
+        for facet in facets:
+            self._seen.pop(facet, None)
+            self._tries.pop(facet, None)
+        self._new -= frozenset(facets)
 
     def expect(self, facets: Iterable[str]) -> None:
         """What a step has shown behind its forward passes, too late to look at it: the next one is checked."""

@@ -106,6 +106,19 @@ def test_what_comes_later_is_refused_before_it_is_trained_on(name: str) -> None:
     assert relative(silent.gradients[step - 1], plain.gradients[step - 1]) > 1e-3
 
 
+def test_numbers_of_rows_leave_room_for_what_tells() -> None:
+    """Each batch has other values of an entry, as few as classes are; a rare class comes when there were many."""
+    rows, count = 12, 9
+    batches = classes(*[[0] * rows] * count, [0, 1, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0], lengths=(*LENGTHS, 2, 2))
+    for k, batch in enumerate(batches):
+        batch["index"] = torch.arange(k * rows, (k + 1) * rows)
+    module, callback = Weighted(), padmin(loss_reduction="row-mean")
+    with pytest.raises(GradientCheckError, match=rf"audit of step {count + 1} \(the first with 'labels' is 1"):
+        fit(module, batches, callback)
+    assert len(module.gradients) == count
+    assert callback.state_dict()["audits"][-1]["audits"] <= 5  # numbers of rows cause two or three at most
+
+
 def test_another_loss_in_a_second_fit_is_found() -> None:
     callback, batches = padmin(), ragged_batches(2)
     module = Module()

@@ -42,3 +42,31 @@ def test_accuracy_over_padding_is_refused_by_name(in_metric: bool) -> None:
     name = "accuracy.mean_value" if in_metric else "accuracy"
     with pytest.raises(GradientCheckError, match=rf"'{name}' of the step depends .*PadMinCallback\(enabled=False\)"):
         fit(Logging(False, in_metric), batches, padmin(mode="joint"))
+
+
+CALLS: list[int] = []  # of the loss, by step; outside of the module, where they are not put back
+
+
+class FromThirdStep(Logging):
+    """Its logged accuracy comes to read padding, which no entry of a batch and no gradient shows."""
+
+    def __init__(self, until: int) -> None:
+        super().__init__(True, False)
+        self.until = until
+        CALLS[:] = [0, 0, 0, 0]
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        CALLS[self.global_step] += 1
+        self.is_masked = self.global_step < self.until
+        return super().loss(batch)
+
+
+def test_what_reads_padding_later_is_found_when_the_time_has_come() -> None:
+    """An audit that is due, of a batch that shows nothing new, takes one pass less, and sees it all the same."""
+    fit(FromThirdStep(4), ragged_batches(4), padmin(mode="joint"))
+    assert CALLS == [4, 1, 3, 1]
+    with pytest.raises(
+        GradientCheckError, match=r"audit of step 3 \(looked at in turn.*'accuracy' of the step depends"
+    ):
+        fit(FromThirdStep(2), ragged_batches(4), padmin(mode="joint"))
+    assert CALLS[2] > 3

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_padmin.batch import Field, infer_schema, iter_leaves, measure
-from lightning_padmin.verification import batch_facets, model_facets, row_facets
+from lightning_padmin.verification import Values, batch_facets, model_facets, parts_of, plain_facets, row_facets
+from lightning_padmin.verification.facets import MOST_VALUES
 
 
 def batch_of(*lengths: int, **more: Any) -> dict[str, Any]:
@@ -60,6 +61,40 @@ def test_many_values_are_extremes() -> None:
     assert not [name for name in found if name.startswith("'labels' is 7")]
 
 
+def test_values_are_many_over_all_batches() -> None:
+    """Numbers of rows are few in each batch: they are no facets, and what they have shown before is let go."""
+    values = Values()
+
+    def facets(first: int, last_class: int = 0) -> set[str]:
+        labels, index = torch.tensor([0, 1, 2, 3, 4, last_class]), torch.arange(first, first + 6)
+        batch = batch_of(*[4] * 6, labels=labels, index=index, file=[f"f{first}"] * 6)
+        schema = infer_schema(batch)
+        leaves = dict(iter_leaves(batch, schema.fields))
+        return row_facets(leaves, schema, measure(batch, schema), values).keys() | batch_facets(leaves, schema, values)
+
+    early = facets(0) | facets(6)
+    assert {"'index' is 3", "'index' is 11", "'file' is f0"} <= early
+    assert not values.dropped
+    assert not [name for name in facets(12) if name.startswith("'index' is 1")]
+    assert values.dropped >= {f"'index' is {k}" for k in range(12)}
+    assert {name for name in facets(18) ^ facets(24) if "'file'" not in name} == set()
+    # The control: classes stay, however many batches there are.
+    for k in range(20):
+        assert "'labels' is 1" in facets(30 + k, k % 5)
+    assert not any("labels" in each for each in values.dropped)
+
+
+def test_static_texts_that_differ_in_each_batch() -> None:
+    values, found = Values(), set[str]()
+    for k in range(40):
+        batch = batch_of(4, 2, labels=torch.tensor([0, 1]), file=f"part {k}")
+        schema = infer_schema(batch, static_keys=["file"])
+        found |= batch_facets(dict(iter_leaves(batch, schema.fields)), schema, values)
+        found |= plain_facets(batch, values)
+    assert len([name for name in found if "'file'" in name]) == MOST_VALUES + 1
+    assert "'file' varies" in found
+
+
 def test_labels_of_tokens() -> None:
     labels = torch.tensor([[0, 1, 0], [0, 2, -100]])
     found = shown(batch_of(3, 2, labels=labels))
@@ -92,6 +127,7 @@ def test_models() -> None:
 
     before = now()
     assert now() == before
+    assert [set(each) for each in parts_of(model)] == [set(model.modules()), set(model.parameters())]
     model[1].eval()
     assert len(now() - before) == 1
     next(model.parameters()).requires_grad_(False)
