@@ -172,7 +172,9 @@ def check_gradients(
         facets = row_facets(leaves, schema, table, values) if joint is None else {}
         shown = Shown.of(facets, len(table), wanted, prefer)
         is_joint = joint is not None
-        probe = _agreed_probe(batch, schema, table, config, exchange, limit, is_joint, more_than_told, packs, shown)
+        # In float32, where the check may leave autocast out, activations take twice the memory.
+        room = _halved(config, table) if is_half and not is_joint and may_run_in_float32(module) else config
+        probe = _agreed_probe(batch, schema, table, room, exchange, limit, is_joint, more_than_told, packs, shown)
     if probe is None:
         return None
     heard = Heard(loss_fn, logged) if joint is not None else None
@@ -219,6 +221,12 @@ def _agreed_probe(
     return make_probe(
         batch, schema, table, config, n, packs, found[n].groups, limit=limit, shown=shown, riders=most_riders
     )
+
+
+def _halved(config: PadMinConfig, table: RowTable) -> PadMinConfig:
+    """With half the budget."""
+    budget = table.slots if config.token_budget is None else config.token_budget
+    return replace(config, token_budget=max(1, budget // 2))
 
 
 def _bits(numbers: Iterable[int]) -> int:

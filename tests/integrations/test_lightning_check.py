@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_padmin.errors import GradientCheckError, PadMinWarning
-from lightning_padmin.verification import gradient_check
 
 REDUCTIONS = ("token-mean", "row-mean", "sum")
 
@@ -185,23 +184,15 @@ def test_losses_of_the_hardest_rows_are_refused_whatever_groups_they_are_in(
     fails(Step(loss), [make_batch(LENGTHS, seed=seed, prompt=2)], "couples rows|weighs rows", loss_reduction="row-mean")
 
 
-def test_control_of_the_hardest_rows_in_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of each of two groups is half of both, for some batches."""
+def test_control_of_the_hardest_rows() -> None:
+    """Without the check it trains something else."""
 
     def loss(losses: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return _hardest(losses.sum(1) / (batch["labels"][:, 1:] != -100).sum(1))
 
-    monkeypatch.setattr(gradient_check._Check, "_of_single_rows", lambda self, judged, found: judged)
-    differences = []
-    options = {"loss_reduction": "row-mean", "check": "first-batch"}
-    for seed in range(12):
-        batches = [make_batch(LENGTHS, seed=seed, prompt=2)]
-        try:
-            pair = support.fit_pair(lambda: Step(loss), batches, options=options)
-        except GradientCheckError:
-            continue
-        differences.append(pair.gradient)
-    assert max(differences) > 0.05
+    batches = [make_batch(LENGTHS, seed=0, prompt=2)]
+    pair = support.fit_pair(lambda: Step(loss), batches, options={"loss_reduction": "row-mean", "check": "off"})
+    assert pair.gradient > 0.05
 
 
 def test_a_model_that_reads_padding_is_refused() -> None:
@@ -448,10 +439,10 @@ def test_experts_in_half_precision_are_warned_of(experts: int) -> None:
     batches = [make_batch([6, 6, 3, 3])]
     if experts > 1:
         with pytest.warns(PadMinWarning, match="rounding sends to other experts"):
-            fit(Experts(), batches, padmin(loss_reduction="row-mean"), precision="bf16-mixed")
+            fit(Experts(), batches, padmin(loss_reduction="row-mean", token_budget=48), precision="bf16-mixed")
     else:
         with pytest.raises(GradientCheckError):
-            fit(Experts(), batches, padmin(loss_reduction="row-mean"), precision="bf16-mixed")
+            fit(Experts(), batches, padmin(loss_reduction="row-mean", token_budget=48), precision="bf16-mixed")
     with pytest.raises(GradientCheckError):
         fit(Experts(), batches, padmin(loss_reduction="row-mean"))
 
