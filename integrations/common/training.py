@@ -304,6 +304,7 @@ class Training:
             return
         ledger.show_expected()
         rows = [row for each in new.values() for row in each]
+        self._shown = self._shown[0], {}  # of another batch, where several were read since this one
         self.audited(lambda: audit(rows), new)
 
     def to_audit(self, batches: Sequence[Mapping[str, Any]]) -> int | None:
@@ -388,6 +389,8 @@ class Training:
             return error
         new, since = sorted(map(self._losses.words, ledger.new)), max(0, ledger.step - ledger.last - 1)
         shown = f"the first with {', '.join(new[:4])}{', ...' if len(new) > 4 else ''}" if new else "looked at in turn"
+        if not ledger.wants:
+            shown = "for what it shows on another rank"
         had_passed = "other rows of it" if ledger.last == ledger.step else f"step {ledger.last}"
         undone = f"; {since} step{'s' if since > 1 else ''} since then {'are' if since > 1 else 'is'} not undone"
         found = _FOUND.match(str(error))

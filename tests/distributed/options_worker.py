@@ -42,6 +42,7 @@ OTHERS: dict[str, Any] = {
     "max_rows": 3,
     "cost_multiple_of": 2,
     "attention_width": 512,
+    "audit_every": 100,
     "launch_cost": 5,
     "method": "greedy",
     "log_prefix": "pad/",

@@ -244,7 +244,8 @@ def test_what_is_new_on_one_rank_is_looked_at_on_both(ranks: Ranks) -> None:
         parameters, steps, audits = rank["audited"]["right"]["audit"]
         assert torch.equal(parameters, rank["audited"]["right"]["off"][0])  # to the bit
         assert steps == 6
-        assert audits == [0, 1, 1, 2, 2, 3]  # before steps 1 and 3, and 5 for a class that rank 1 alone has
+        # Step 1, what its passes have shown besides, 3, and 5 for a class that rank 1 alone has.
+        assert audits == [0, 1, 2, 3, 3, 4]
     first, second = (rank["audited"]["class"] for rank in ranks)
     assert first[1] == second[1] == 4  # neither has taken the step
     for words, _, _ in (first, second):

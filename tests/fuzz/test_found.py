@@ -96,7 +96,7 @@ def test_a_dummy_is_never_a_row_of_weight_zero_while_others_have_some() -> None:
     short = make_batch([4, 3], without_loss=[1]) | {"u": torch.tensor([0.0, 2.0])}
     config = PadMinConfig(loss_reduction=lambda given: given["u"], batch_schema={"u": "row"}, token_budget=8)
     ranks.barrier = type("Alone", (), {"wait": staticmethod(lambda: None)})()
-    ranks.said[1] = [0, 2, 8, int(np.float64(1).view(np.int64)), 4, 0, 0, 0]
+    ranks.said[1] = [0, 2, 8, int(np.float64(1).view(np.int64)), 4, 0, 0, 0, 0]
     (_, dummy) = MicroBatcher(config, exchange=ranks.exchange_of(0)).prepare(short)
     assert dummy.is_dummy
     assert float(dummy.batch["u"].sum()) > 0

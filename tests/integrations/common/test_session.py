@@ -226,7 +226,8 @@ def test_no_model_is_kept_alive() -> None:
 
 def test_an_adapter_decides_what_is_checked_and_in_which_order() -> None:
     seen: list[Training] = []
-    training = training_of(Session("PadMin", CONFIG), Batched(), check=seen.append)
+    model = Batched()  # a training keeps none alive
+    training = training_of(Session("PadMin", CONFIG), model, check=seen.append)
     training.prepare(batch_of(4, 2))
     assert seen == [training]
 
