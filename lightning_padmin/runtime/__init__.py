@@ -35,6 +35,7 @@ from lightning_padmin.runtime.padding import is_padding_filled, padding_filled
 from lightning_padmin.runtime.patching import replaced
 from lightning_padmin.runtime.random_state import RandomState
 from lightning_padmin.runtime.wrappers import layers, takes, unwrap, without_adapters
+from lightning_padmin.runtime.writes import is_freed
 
 __all__ = [
     "DATA_OF_TRAINERS",
@@ -48,6 +49,7 @@ __all__ = [
     "RandomState",
     "attention_inside",
     "holders_of",
+    "is_freed",
     "is_library",
     "is_padding_filled",
     "layers",

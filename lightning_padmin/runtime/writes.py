@@ -20,6 +20,14 @@ _UNDECLARED = frozenset({"running_mean", "running_var"})
 _ESCAPES: tuple[Any, ...] = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Whether its memory is gone, as that of a parameter which is gathered on demand; to read it would crash."""
+    try:
+        return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    except (RuntimeError, NotImplementedError):  # it has none of its own
+        return True
+
+
 @dataclass
 class _Kept:
     storage: torch.UntypedStorage

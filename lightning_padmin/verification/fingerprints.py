@@ -36,6 +36,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_padmin.runtime import is_freed
+
 _ZERO, _ONE, _NEGATIVE, _POSITIVE = "zero", "one", "negative", "not negative"
 _WHOLE, _PARTIAL = "all entries", "some entries"
 
@@ -492,7 +494,8 @@ def _tensor(node: Any, name: str) -> Tensor | None:
     if getattr(saved, "unpack_hook", saved) is not None:  # older releases do not tell: better not
         return None
     value = saved.data
-    return value.detach() if type(value) in (Tensor, nn.Parameter) and not value.is_complex() else None
+    is_plain = type(value) in (Tensor, nn.Parameter) and not value.is_complex()
+    return value.detach() if is_plain and not is_freed(value) else None
 
 
 def _is_of_scalars(node: Any) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_padmin.microbatching import SlotMap
-from lightning_padmin.runtime import Change, ModuleState, is_library
+from lightning_padmin.runtime import Change, ModuleState, is_freed, is_library
 from lightning_padmin.verification.sketch import Sketches, sketch
 
 _MOST_ITEMS = 10_000  # of a value that is looked through
@@ -104,7 +104,7 @@ def _digest(tensor: Tensor) -> Any:
     try:
         with torch.no_grad():
             values = torch.view_as_real(local) if local.is_complex() else local
-            if local.layout is not torch.strided or local.device.type == "meta":
+            if local.layout is not torch.strided or local.device.type == "meta" or is_freed(local):
                 return tensor.shape, _UNKNOWN
             if not values.is_floating_point():
                 values = values.to(torch.float64)
