@@ -28,6 +28,7 @@ from lightning_padmin.integrations.common.first_batch import MOST_BATCHES, First
 from lightning_padmin.integrations.common.isolated import Isolated, Seen, added
 from lightning_padmin.integrations.common.loops import LossCheck, LossChecks, LossFunction, one_number
 from lightning_padmin.integrations.common.session import Session
+from lightning_padmin.integrations.common.shards import reducing
 from lightning_padmin.integrations.common.topology import Kind, Topology, ddp_of, has_static_graph
 from lightning_padmin.integrations.common.trainers import (
     backward_of_step,
@@ -89,6 +90,7 @@ __all__ = [
     "new_in_loss",
     "one_number",
     "own_step",
+    "reducing",
     "reenters",
     "refuse_batch_statistics",
     "refuse_data_parallel",

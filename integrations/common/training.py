@@ -300,12 +300,17 @@ class Training:
         if not new:
             return
         ledger.expect(new)
-        if self.topology.world > 1:
+        if self.topology.world > 1 or self.topology.kind == "sharded":
             return
         ledger.show_expected()
         rows = [row for each in new.values() for row in each]
         self._shown = self._shown[0], {}  # of another batch, where several were read since this one
         self.audited(lambda: audit(rows), new)
+
+    def postpone(self) -> None:
+        """Has the next batch audited in place of this one."""
+        if self.ledger is not None:
+            self.ledger.postpone()
 
     def to_audit(self, batches: Sequence[Mapping[str, Any]]) -> int | None:
         """For batches of one step that are neither prepared nor read: which is to be audited, if one is on any rank.

@@ -15,8 +15,8 @@ from torchmetrics import Metric
 from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.forward import Forwards, chunked, transformers_models
-from lightning_padmin.integrations.common import Advice, FirstBatches, Outcome, Read, Session, Training
-from lightning_padmin.integrations.lightning.loop import has_collective_forwards, quiet_training_step
+from lightning_padmin.integrations.common import Advice, FirstBatches, Outcome, Read, Session, Training, reducing
+from lightning_padmin.integrations.lightning.loop import has_collective_forwards, is_sharded, quiet_training_step
 from lightning_padmin.microbatching import PackStyle
 
 _MOST_WITHOUT_GRADIENT = 5
@@ -78,14 +78,25 @@ class FirstBatchCheck:
             GradientCheckError: training would change; on all ranks, with the same message.
         """
         self._batch = kwargs, schema, table
+        is_due = self.batches.is_due or self._training.audit_is_due
+        if not is_due or not is_sharded(self._trainer):
+            self._look(kwargs, schema, table)
+        else:
+            with reducing(self._trainer.strategy.model) as none_waits:
+                if none_waits:
+                    self._look(kwargs, schema, table)
+                else:  # in the middle of a window
+                    self._training.postpone()
+        if shows_first and self.batches.first_is_open:
+            self.batches.heard_of_first_labels(self._outcome(kwargs, schema, table, first_labels=True))
+
+    def _look(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:
         if self.batches.is_due:
             self._check(kwargs, schema, table)
         elif self._training.audit_is_due:
             outcome = self._training.audited(lambda: self._outcome(kwargs, schema, table))
             if outcome is not None and outcome.notable:
                 self._say(outcome)
-        if shows_first and self.batches.first_is_open:
-            self.batches.heard_of_first_labels(self._outcome(kwargs, schema, table, first_labels=True))
 
     def hear(self, loss: object, rows: Iterable[int] = ()) -> None:
         """See `Training.hear`."""

@@ -35,6 +35,7 @@ from lightning_padmin.integrations.common import (
     check_step,
     has_step_in_front,
     own_step,
+    reducing,
     refuse_batch_statistics,
     replaced,
     topology_of,
@@ -372,7 +373,7 @@ class Engine:
         self._training.begin_step()
         read = self._pooling.read_window_together(batches)
         try:
-            outcome = self._check(read, num_items, self._pooling)
+            outcome = self._check(read, num_items, self._pooling, may_stay_untold=True)
         except GradientCheckError:
             self._check(self._batcher.read_made_together(lambda: read[0]), num_items, self._batcher)
             return False
@@ -387,9 +388,9 @@ class Engine:
             )
         return None
 
-    def _check(self, read: Read, num_items: Any, batcher: MicroBatcher) -> Outcome | None:
+    def _check(self, read: Read, num_items: Any, batcher: MicroBatcher, **how: Any) -> Outcome | None:
         """Gradients of a few rows through the Trainer's own `compute_loss`, un-split and split."""
-        outcome = self._training.audited(lambda: self._gradients(read, num_items, batcher.config))
+        outcome = self._training.audited(lambda: self._gradients(read, num_items, batcher.config, **how))
         self._first.heard(outcome)
         if outcome is not None and outcome.notable and outcome.told:
             self._say(outcome.words)
@@ -397,8 +398,17 @@ class Engine:
 
     def _audit(self, chunks: MicroBatches, num_items: Any, batcher: MicroBatcher) -> None:
         """Checks a batch, or the rows of a window, that shows something new, or when the time has come."""
-        if self._training.audit_is_due and not self._first.is_due:
-            self._check((chunks.source, chunks.schema, chunks.table), num_items, batcher)
+        if not self._training.audit_is_due or self._first.is_due:
+            return
+        read = chunks.source, chunks.schema, chunks.table
+        if self._topology.kind != "sharded":
+            self._check(read, num_items, batcher)
+            return
+        with reducing(self._trainer.model_wrapped) as none_waits:
+            if none_waits:
+                self._check(read, num_items, batcher)
+            else:  # in the middle of a window
+                self._training.postpone()
 
     def _settle(self, chunks: MicroBatches, num_items: Any, *, is_last: bool) -> None:
         """Behind a backward pass: checks the rows that are being trained on, where their loss is of a new kind."""
@@ -441,6 +451,7 @@ class Engine:
         packs: PackStyle | None = None,
         first_labels: bool = False,
         prefer: Sequence[int] | None = None,
+        may_stay_untold: bool = False,
     ) -> Outcome | None:
         trainer: Any = self._trainer
         accelerator, model = trainer.accelerator, trainer.model_wrapped
@@ -468,6 +479,7 @@ class Engine:
             wanted=self._training.wanted,
             values=self._training.values,
             prefer=prefer,
+            may_stay_untold=may_stay_untold,
             subtracts_lost=pools and self._subtracts_lost,
             advice=Advice(_COUPLED, _STOP, _ONCE, _SUM if pools else None),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -93,8 +93,8 @@ class Outcome:
     notable: bool
     words: str
     tells_first: bool = False
-    rows: tuple[int, ...] = ()
-    losses: frozenset[str] = frozenset()
+    rows: tuple[int, ...] = field(default=(), compare=False)
+    losses: frozenset[str] = field(default=frozenset(), compare=False)
     limit: float = 0.0
 
 
@@ -108,6 +108,7 @@ def check_gradients(
     *,
     tolerance: float | None = None,
     is_half: bool = False,
+    may_stay_untold: bool = False,
     exchange: Exchange = exchange_alone,
     joint: Callable[[], AbstractContextManager[Any]] | None = None,
     more_than_told: bool = False,
@@ -136,6 +137,7 @@ def check_gradients(
         tolerance: largest relative difference that counts as none; default 1e-3 in float32, and in half precision by
             what rounding makes of the batch (see `noise`), at most 0.1. Where weights are float32, autocast is left
             out if the step runs without it.
+        may_stay_untold: no refusal of what cannot be told, since nothing is split then.
         is_half: the step computes in half precision, which compiled code may hide.
         exchange: the collective.
         joint: a context in which `loss_fn` runs the model in chunks; then that is compared, not the split.
@@ -183,6 +185,7 @@ def check_gradients(
     try:
         check = _Check(passes, batch, schema, table, config, module, probe, exchange, limit, joint is not None)
         check.is_packed, check.subtracts_lost, check.alone = packs is not None, subtracts_lost, alone
+        check.may_stay_untold = may_stay_untold
         if heard is not None and joint is not None:
             check.heard, check.filled, check.settled = heard, filled(joint), settled
         check.advice, check.measures = advice or Advice(), tolerance is None
@@ -273,7 +276,7 @@ class _Check:
         self._passes, self._batch, self._schema, self._table = passes, batch, schema, table
         self._config, self._module, self._probe, self._limit = config, module, probe, limit
         self._exchange, self._is_joint = exchange, is_joint
-        self.is_packed = self.subtracts_lost = self._tells_first = False
+        self.is_packed = self.subtracts_lost = self._tells_first = self.may_stay_untold = False
         self._is_bent = False  # whether it makes a difference that weights go backward with the loss
         self.alone: Callable[[], AbstractContextManager[Any]] | None = None
         self.advice, self.measures = Advice(), False
@@ -777,7 +780,8 @@ class _Check:
         if status is Status.WRITES:
             self._written = text_of(self._exchange(as_integers(self._written))[worst])
         words = words_of(status, int(table[worst, 1]), value, names[place] if place < len(names) else "", self._said)
-        if status >= Status.PROMPTS or (status is Status.RANDOM and not self._is_joint and not self.is_packed):
+        stays_untold = self._is_joint or self.is_packed or self.may_stay_untold
+        if status >= Status.PROMPTS or (status is Status.RANDOM and not stays_untold):
             rank = f" (rank {worst})" if len(table) > 1 else ""
             raise GradientCheckError(f"first-batch check{rank}: {words}")
         told = status in (Status.EXACT, Status.ROLLED)

@@ -60,7 +60,7 @@ class Ledger:
         self._tries: dict[str, float] = {}
         self._new: frozenset[str] = frozenset()
         self._pending: frozenset[str] = frozenset()
-        self._is_due = False
+        self._is_due = self._is_late = False
 
     def begin_step(self) -> None:
         """Another batch comes."""
@@ -69,7 +69,7 @@ class Ledger:
         self.show_expected()
         step = self.step - self._began
         late = step > FIRST_STEPS[-1] and self.every > 0 and (step - FIRST_STEPS[-1]) % self.every == 0
-        self._is_due = step in FIRST_STEPS or late
+        self._is_due, self._is_late = step in FIRST_STEPS or late or self._is_late, False
 
     def show(self, facets: Iterable[str]) -> None:
         """What the batch that is about to run shows; may be called more than once for a step."""
@@ -92,6 +92,12 @@ class Ledger:
         """It is looked at now, after all."""
         self.show(self._pending)
         self._pending = frozenset()
+
+    def postpone(self) -> None:
+        """This batch cannot be looked at; the next one is."""
+        self._pending |= self._new
+        self._is_late = self._is_late or self._is_due
+        self._new, self._is_due = frozenset(), False
 
     @property
     def new(self) -> frozenset[str]:

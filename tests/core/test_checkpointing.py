@@ -125,6 +125,8 @@ def test_leaves_outside_of_the_module_are_left_alone() -> None:
 class Counting(Net):
     """A step that counts its calls and draws numbers; both decide over the loss."""
 
+    padmin_per_call = ("calls", "seen")
+
     def __init__(self, way: str) -> None:
         super().__init__(way)
         self.calls = 0

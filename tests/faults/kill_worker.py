@@ -129,6 +129,7 @@ class Placed(trainers.Ours):
 
     where: Where = staticmethod(nowhere)
     chunk = 0
+    padmin_per_call = ("chunk",)
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         if self.padding_stats.batches:  # not in the check of the first batch

@@ -227,6 +227,7 @@ def test_where_a_sharded_check_is_left_out_it_is_said_once(recwarn: pytest.Warni
         accelerator = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_main_process=main)
         made._trainer, made._sharded_check_is_due = SimpleNamespace(accelerator=accelerator), True
         made.session = Session("PadMinMixin", PadMinConfig(), is_main=main)
+        made._is_sharded, made._training = True, SimpleNamespace(to_audit=lambda batches: None)
         return made
 
     first = engine(main=True)
