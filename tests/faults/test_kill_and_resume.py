@@ -171,7 +171,7 @@ def test_a_chunk_of_a_killed_window_leaves_no_files_that_stock_has_not(unbroken:
         {str(file.relative_to(folder)) for file in folder.rglob("*")}
         for folder in (unbroken("sums")[1], unbroken("sums", Trainer)[1])
     ]
-    assert names[0] == names[1]
+    assert names[0] - {"padmin", "padmin/proof.jsonl"} == names[1]
     assert len(names[0]) > 10
 
 
