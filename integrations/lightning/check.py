@@ -110,6 +110,8 @@ class FirstBatchCheck:
         """
         if self._batch is not None:
             kwargs, schema, table = self._batch
+            if is_last:
+                self._batch = None  # nothing of it is kept
             self._training.settle(lambda rows: self._outcome(kwargs, schema, table, prefer=rows), is_last=is_last)
 
     def _check(self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable) -> None:

@@ -234,6 +234,7 @@ def test_a_compiler_of_fixed_shapes_compiles_no_more_often() -> None:
         return graph.forward
 
     table = torch.nn.Embedding(50, 4)
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]  # of what other tests have compiled
     with torch._dynamo.config.patch(recompile_limit=64):
         model = torch.compile(lambda ids: table(ids).cumsum(1).sum(), backend=backend, dynamic=False, fullgraph=True)
         batcher = MicroBatcher(config())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trl_cases import qwen2
 
 from lightning_padmin import PadMinConfig
+from lightning_padmin.errors import GradientCheckError
 from lightning_padmin.runtime.isolation import ModuleState
 
 MIB = 2**20
@@ -90,7 +91,8 @@ def test_a_step_that_writes_into_a_frozen_weight(monkeypatch: pytest.MonkeyPatch
         found.append(float(module.model.head.base[0][0, 0]))
 
     monkeypatch.setattr(ModuleState, "restore", noted)
-    support.fit(module, support.ragged_batches(1), support.padmin())
+    with pytest.raises(GradientCheckError, match="writes into 'model.head.base.0'"):
+        support.fit(module, support.ragged_batches(1), support.padmin())
     assert 5 * MIB <= max(copied) <= 6 * MIB
     assert found[0] == pytest.approx(1e-3)
 

@@ -61,7 +61,7 @@ _TRL = [
     Target(Engine, "_step", LOOP),
     Target(Engine, "scores", LOOP),
     Target(Engine, "metrics", LOGS),
-    Target(Engine, "_check", CHECK),
+    Target(Engine, "_audit", CHECK),
     Target(Passes, "_loss", LOOP),
     # Inside of these:
     Target(GRPOTrainer, "_prepare_inputs", FRAMEWORK),
