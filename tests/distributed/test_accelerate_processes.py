@@ -28,7 +28,6 @@ SCENARIOS = {
         "join",
         "disagree",
         "evaluation",
-        "audits",
     ],
     "fsdp2": [*EQUAL, "equal_weights", "malformed", "audits"],
     "fsdp1": [*EQUAL, "equal_weights", "malformed", "audits"],

@@ -85,9 +85,7 @@ def test_steps_that_are_not_finite_are_those_of_stock(way: str, row: int) -> Non
         assert found == pytest.approx(wanted, abs=1e-5) or (way == "sums" and step in broken)
     assert len(pairs) == 8
     assert ours.trainer._padmin.pools is (True if way == "sums" else None)
-    metrics = [
-        value for log in ours.logs for name, value in without_audits(log).items() if name.startswith("padmin/")
-    ]
+    metrics = [value for log in ours.logs for name, value in without_audits(log).items() if name.startswith("padmin/")]
     # A first batch without gradients does not tell what the loss is, so the first window runs as it came.
     assert len(metrics) == (70 if way == "sums" and row == 0 else 80)
     assert all(value == value for value in metrics)

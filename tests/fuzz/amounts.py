@@ -62,8 +62,8 @@ class Amount:
 
 
 def amounts(examples: int, seconds: float = 120) -> Any:
-    """The parameter `amount`: this many examples, at least four fifths of them, and five times as many when slow."""
-    usual = Amount(examples, examples * 4 // 5, seconds)
+    """The parameter `amount`: three fifths of so many examples, at least half of them, and five times all when slow."""
+    usual = Amount(examples * 3 // 5, examples // 2, seconds)
     long = Amount(5 * examples, 2 * examples, 5 * seconds, repeat=False)
     marks = [pytest.mark.slow, pytest.mark.timeout(20 * seconds)]
     return pytest.mark.parametrize(

@@ -322,7 +322,7 @@ def test_padmin_launch_without_a_section_is_accelerate_launch(plain: Plain, tmp_
     assert_off(run(tmp_path, launcher="padmin"), plain("loop", 1))
 
 
-@pytest.mark.parametrize("launcher", ["accelerate", "padmin"])
+@pytest.mark.parametrize("launcher", [pytest.param("accelerate", marks=pytest.mark.slow), "padmin"])
 def test_a_typo_in_the_file_fails_at_the_start_and_is_named(tmp_path: Path, launcher: str) -> None:
     where = "nested" if launcher == "accelerate" else "top"
     found = run(tmp_path, launcher=launcher, fails=True, **{where: {"token_buget": 30}})  # type: ignore[arg-type]

@@ -15,6 +15,8 @@ from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArg
 from lightning_padmin import PadMinConfig, PadMinWarning
 from lightning_padmin.integrations.transformers import PadMinTrainerMixin
 
+pytestmark = pytest.mark.slow  # the kinds are in the quick table of adapters, these inputs are not
+
 SPLIT = PadMinConfig(token_budget=12, launch_cost=0, pad_token_id=0)
 LENGTHS = [12, 3, 4, 2, 11, 3, 2, 5, 9, 9, 2, 3, 12, 2, 4, 4, 3, 7, 2, 2]  # five batches of four
 

@@ -21,6 +21,8 @@ from lightning_padmin import PadMinConfig
 from lightning_padmin.integrations.trl import PadMinMixin
 from lightning_padmin.integrations.trl import passes as trl_passes
 
+pytestmark = pytest.mark.slow  # the kinds are in the quick table of adapters, these inputs are not
+
 
 class Keeps:
     """Keeps the inputs of the training passes of the first window."""
