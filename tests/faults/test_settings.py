@@ -59,6 +59,12 @@ def compiled(how: str, backend: Any, share: float = 0.0, **options: Any) -> Call
     return make
 
 
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> None:
+    """Nothing that other tests have compiled, or given up compiling."""
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("how", ["wrapped", "in place"])

@@ -393,6 +393,7 @@ def fail_and_train_again(kind: type, padmin: PadMinConfig | None) -> cases.Recor
     return cases.run(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*your class has its own _prepare_inputs:lightning_padmin.PadMinWarning")
 @pytest.mark.parametrize("mode", ["split", slow("replay"), slow("joint")])
 @pytest.mark.parametrize("kind", [FailsBetween, FailsOutside])
@@ -422,6 +423,7 @@ def small(most: int) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["split", "replay"])
 def test_out_of_memory_names_the_next_budget_and_that_fits(mode: str) -> None:
     trainer = cases.build(cases.OURS, PLAIN, cases.padmin(mode), lambda: small(70))
