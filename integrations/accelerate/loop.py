@@ -42,7 +42,7 @@ from lightning_padmin.integrations.common import (
     ddp_of,
     find_engine,
     has_static_graph,
-    one_number,
+    run_loop,
 )
 from lightning_padmin.microbatching import MicroBatch
 from lightning_padmin.stats import PaddingStats
@@ -93,7 +93,7 @@ class PadMin:
             folder = accelerator.logging_dir or accelerator.project_dir
             self._session.audits.prove_in(folder)
         self._open: weakref.ref[nn.Module] | None = None
-        self._checks = LossChecks(self._session, nullcontext)
+        self._checks = LossChecks(self._session, nullcontext, accelerator.mixed_precision not in ("no", None))
 
     @property
     def stats(self) -> PaddingStats:
@@ -165,17 +165,8 @@ class PadMin:
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        total: Tensor | None = None
         steps, check = self._start(batch, model, loss_fn)
-        for micro in steps:
-            loss = one_number(loss_fn(micro.batch)) if check is None else check.weighted(micro, loss_fn)
-            part = loss.detach().clone()  # a copy: what scales losses may change them in place
-            total = part if total is None else total + part
-            self.accelerator.backward(loss)
-            if check is not None:
-                check.settle(micro)
-        assert total is not None
-        return total
+        return run_loop(steps, check, loss_fn, self.accelerator.backward)
 
     def _start(
         self, batch: Any, model: nn.Module, loss_fn: LossFunction | None = None

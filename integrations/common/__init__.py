@@ -26,7 +26,7 @@ from lightning_padmin.integrations.common.deepspeed import accumulation_boundary
 from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined, zero_of_parameters
 from lightning_padmin.integrations.common.first_batch import MOST_BATCHES, FirstBatches
 from lightning_padmin.integrations.common.isolated import Isolated, Seen, added
-from lightning_padmin.integrations.common.loops import LossCheck, LossChecks, LossFunction, one_number
+from lightning_padmin.integrations.common.loops import LossCheck, LossChecks, LossFunction, run_loop
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.shards import reducing
 from lightning_padmin.integrations.common.topology import Kind, Topology, ddp_of, has_static_graph
@@ -88,7 +88,6 @@ __all__ = [
     "look_for_whole_steps",
     "needs_rows",
     "new_in_loss",
-    "one_number",
     "own_step",
     "reducing",
     "reenters",
@@ -97,6 +96,7 @@ __all__ = [
     "refuse_noise_of",
     "release",
     "replaced",
+    "run_loop",
     "topology_of",
     "untouched_trainer",
     "what_changed",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType, SimpleNamespace
@@ -40,17 +40,18 @@ class LossChecks:
     Args:
         session: of the adapter.
         quiet: a context in which calls of a loss function are no steps of the framework's; see `LossCheck`.
+        is_half: whether the framework computes in half precision.
     """
 
-    def __init__(self, session: Session, quiet: Quiet) -> None:
-        self._session, self._quiet = session, quiet
+    def __init__(self, session: Session, quiet: Quiet, is_half: bool) -> None:
+        self._session, self._quiet, self._is_half = session, quiet, is_half
         self._checks: weakref.WeakKeyDictionary[nn.Module, LossCheck] = weakref.WeakKeyDictionary()
 
     def of(self, training: Training) -> LossCheck:
         """The one of a model."""
         model = training.wrapper
         if model not in self._checks:
-            self._checks[model] = LossCheck(self._session, training, self._quiet)
+            self._checks[model] = LossCheck(self._session, training, self._quiet, self._is_half)
         return self._checks[model]
 
 
@@ -65,10 +66,11 @@ class LossCheck:
         session: says what is found.
         training: of the model.
         quiet: a context in which calls of a loss function are no steps of the framework's.
+        is_half: whether the framework computes in half precision.
     """
 
-    def __init__(self, session: Session, training: Training, quiet: Quiet) -> None:
-        self._session, self._training, self._quiet = session, training, quiet
+    def __init__(self, session: Session, training: Training, quiet: Quiet, is_half: bool) -> None:
+        self._session, self._training, self._quiet, self._is_half = session, training, quiet, is_half
         self._can = training.topology.kind != "engine"
         most = _MOST_WITHOUT_GRADIENT if session.config.check == "first-batch" else None
         is_on = self._can and session.config.check != "off"
@@ -108,6 +110,8 @@ class LossCheck:
         is_due = self._first.is_due or training.audit_is_due
         if is_due and self._may_check():
             self._check(planned, loss_fn)
+        elif is_due:
+            training.postpone()
         if self._first.first_is_open and training.main.shows_first and self._may_check():
             self._first.heard_of_first_labels(self._outcome(planned, loss_fn, first_labels=True))
         return planned
@@ -140,8 +144,10 @@ class LossCheck:
         planned, loss_fn = self._batch, self._loss_fn
         if planned is None or loss_fn is None:
             return
+        if micro.is_last:
+            self._batch = self._loss_fn = None  # nothing of it is kept
         try:
-            self._training.settle(lambda rows: self._outcome(planned, loss_fn), is_last=micro.is_last)
+            self._training.settle(lambda rows: self._outcome(planned, loss_fn, prefer=rows), is_last=micro.is_last)
         except GradientCheckError:
             self._session.discard()
             self._training.wrapper.zero_grad(set_to_none=True)
@@ -191,9 +197,36 @@ class LossCheck:
                 (planned.source, planned.schema, planned.table),
                 config,
                 holders=holders,
+                is_half=self._is_half,
                 advice=Advice(_COUPLED, _STOP),
                 **options,
             )
+
+
+def run_loop(
+    steps: Iterable[MicroBatch], check: LossCheck | None, loss_fn: LossFunction, send: Callable[[Tensor], object]
+) -> Tensor:
+    """Forward and backward passes of a batch.
+
+    Args:
+        steps: its micro-batches, each with its context around it.
+        check: of the loss; None where nothing is split.
+        loss_fn: of a micro-batch.
+        send: sends a loss backward, as the framework does.
+
+    Returns:
+        (), the loss of the whole batch on this rank, detached.
+    """
+    total: Tensor | None = None
+    for micro in steps:
+        loss = one_number(loss_fn(micro.batch)) if check is None else check.weighted(micro, loss_fn)
+        part = loss.detach().clone()  # a copy: scaled precision may change the loss in place
+        total = part if total is None else total + part
+        send(loss)
+        if check is not None:
+            check.settle(micro)
+    assert total is not None
+    return total
 
 
 @contextmanager
@@ -306,4 +339,4 @@ def _name(function: Any) -> str:
     return f"{code.co_qualname} (line {code.co_firstlineno})"
 
 
-__all__ = ["LossCheck", "LossChecks", "LossFunction", "one_number", "reached_by"]
+__all__ = ["LossCheck", "LossChecks", "LossFunction", "one_number", "reached_by", "run_loop"]

@@ -17,6 +17,7 @@ from lightning_padmin.errors import GradientCheckError
 from lightning_padmin.integrations.common.topology import Topology
 from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, PackStyle
 from lightning_padmin.verification import (
+    MOST_FACETS,
     Fingerprint,
     Outcome,
     PackCheck,
@@ -103,6 +104,7 @@ class Training:
         self._shown: tuple[set[str], dict[str, Any]] = set(), {}
         self._rows, self._plan = 0, dict[str, int]()  # of the batch
         self.values, self._losses = Values(), _Losses()
+        self._said_unseen: set[str] = set()  # facets; "" for all further ones
 
     @property
     def model(self) -> nn.Module:
@@ -336,12 +338,15 @@ class Training:
         self._shown = of_all - set().union(*shown) | shown[most], {}
         return most
 
-    def audited(self, check: Callable[[], Outcome | None], seen_besides: Collection[str] = ()) -> Outcome | None:
+    def audited(
+        self, check: Callable[[], Outcome | None], seen_besides: Collection[str] = (), *, is_trial: bool = False
+    ) -> Outcome | None:
         """Runs a check of the batch that was read last, and notes what it has seen.
 
         Args:
             check: compares gradients; all ranks run it, or none.
             seen_besides: what counts as seen if it passes.
+            is_trial: another way is tried where it does not, so that a refusal is none of the training.
 
         Raises:
             GradientCheckError: training would change; in the middle of a training, it says since when.
@@ -351,6 +356,8 @@ class Training:
         try:
             outcome = check()
         except GradientCheckError as error:
+            if is_trial:
+                raise
             told = self._in_time(error)
             self._write("refused", facets=sorted(self.ledger.new), words=str(told))
             raise told from None
@@ -359,6 +366,7 @@ class Training:
             self.ledger.could_not_tell(for_want_of_gradients=outcome is not None)
             if outcome is not None:
                 self._write("could not tell", facets=new, words=outcome.words, given_up=self.ledger.given_up)
+            self._tell_of_limits()
             return outcome
         of_batch, by_row = self._shown
         by_row = {name: by_row[name] for name in reasons(by_row)}
@@ -374,7 +382,23 @@ class Training:
             difference=outcome.difference,
             limit=outcome.limit,
         )
+        self._tell_of_limits()
         return outcome
+
+    def _tell_of_limits(self) -> None:
+        """What audits are not going to see, each once."""
+        assert self.ledger is not None
+        for facet in self.ledger.given_up:
+            if facet not in self._said_unseen:
+                self._said_unseen.add(facet)
+                words = self._losses.words(facet)
+                self._session.tell(f"audits could not look at {words}: no row that shows it fits, or none can tell")
+        if self.ledger.is_full and "" not in self._said_unseen:
+            self._said_unseen.add("")
+            self._session.tell(
+                f"batches have shown {MOST_FACETS} facets. Further ones are no reason for an audit, only every "
+                f"{self.ledger.every} steps are"
+            )
 
     def _write(self, kind: str, **found: Any) -> None:
         """A line for the file of proof, see `Proof`; facets that are kinds of loss are explained."""

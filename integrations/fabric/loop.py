@@ -41,8 +41,8 @@ from lightning_padmin.integrations.common import (
     Topology,
     Training,
     has_static_graph,
-    one_number,
     replaced,
+    run_loop,
 )
 from lightning_padmin.microbatching import MicroBatch
 from lightning_padmin.stats import PaddingStats
@@ -107,7 +107,8 @@ class FabricPadMin:
             _refuse_strategy(fabric.strategy, defer_sync)
             self._session.refuse_packs("FabricPadMin.micro_batches")
         self.fabric = fabric
-        self._checks = LossChecks(self._session, self._quiet)
+        is_half = not str(fabric.strategy.precision.precision).startswith(("32", "64"))
+        self._checks = LossChecks(self._session, self._quiet, is_half)
         self._defer_sync = not _is_sharded(fabric) if defer_sync is None else defer_sync
 
     @property
@@ -169,17 +170,8 @@ class FabricPadMin:
                 the batch then, and all of `model` are dropped, as by `model.zero_grad(set_to_none=True)`.
             PadMinError: as `micro_batches` does, before the first call of `loss_fn`.
         """
-        total: Tensor | None = None
         steps, check = self._start(batch, model, is_accumulating, loss_fn)
-        for micro in steps:
-            loss = one_number(loss_fn(micro.batch)) if check is None else check.weighted(micro, loss_fn)
-            part = loss.detach().clone()  # a copy: scaled precision may change the loss in place
-            total = part if total is None else total + part
-            self.fabric.backward(loss)
-            if check is not None:
-                check.settle(micro)
-        assert total is not None
-        return total
+        return run_loop(steps, check, loss_fn, self.fabric.backward)
 
     def _start(
         self, batch: Any, model: nn.Module, is_accumulating: bool, loss_fn: LossFunction | None = None

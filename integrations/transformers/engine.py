@@ -373,7 +373,7 @@ class Engine:
         self._training.begin_step()
         read = self._pooling.read_window_together(batches)
         try:
-            outcome = self._check(read, num_items, self._pooling, may_stay_untold=True)
+            outcome = self._check(read, num_items, self._pooling, is_trial=True)
         except GradientCheckError:
             self._check(self._batcher.read_made_together(lambda: read[0]), num_items, self._batcher)
             return False
@@ -388,9 +388,11 @@ class Engine:
             )
         return None
 
-    def _check(self, read: Read, num_items: Any, batcher: MicroBatcher, **how: Any) -> Outcome | None:
+    def _check(self, read: Read, num_items: Any, batcher: MicroBatcher, *, is_trial: bool = False) -> Outcome | None:
         """Gradients of a few rows through the Trainer's own `compute_loss`, un-split and split."""
-        outcome = self._training.audited(lambda: self._gradients(read, num_items, batcher.config, **how))
+        outcome = self._training.audited(
+            lambda: self._gradients(read, num_items, batcher.config, may_stay_untold=is_trial), is_trial=is_trial
+        )
         self._first.heard(outcome)
         if outcome is not None and outcome.notable and outcome.told:
             self._say(outcome.words)

@@ -4,10 +4,11 @@ Declarations and families (see `architectures`) are not proofs. Here the step it
 apart and alone, and gradients are compared; what differs is explained in words that name the declaration or module to
 change.
 
-    gradient_check  the first-batch check
+    gradient_check  the check of one batch
     passes          how its passes are run, alone or under sharding
     rows            which rows it runs on
     probe           and in which ways
+    agreed_probe    as many on all ranks
     writes          what a step writes once per call
     padding         whether a step reads outputs where rows have padding
     sketch          gradients compared without a copy of them
@@ -42,7 +43,7 @@ from lightning_padmin.verification.facets import (
 from lightning_padmin.verification.fingerprints import Fact, Fingerprint, fingerprint, what_changed
 from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
-from lightning_padmin.verification.ledger import Ledger
+from lightning_padmin.verification.ledger import MOST_FACETS, Ledger
 from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_of
 from lightning_padmin.verification.pack_check import PackCheck
 from lightning_padmin.verification.passes import difference_over_ranks, sketched_shards
@@ -56,6 +57,7 @@ from lightning_padmin.verification.sketch import (
 )
 
 __all__ = [
+    "MOST_FACETS",
     "Advice",
     "Fact",
     "Fingerprint",

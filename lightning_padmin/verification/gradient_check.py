@@ -1,14 +1,14 @@
-"""The first-batch check: are the gradients of the declared way to split those of the batch as it came?
+"""The check of one batch: are the gradients of the declared way to split those of the batch as it came?
 
-A wrong `loss_reduction` is nearly invisible in the loss and far off in the gradient. So a few short and long rows of
-the first batch go through the user's own training step, un-split, split and one by one, before anything is trained, and
-once more in other ways if they differ. Gradients are compared as sketches (see `sketch`), which are linear: which
-weights would have matched is found out without another pass.
+A wrong `loss_reduction` is nearly invisible in the loss and far off in the gradient. So a few rows that tell go through
+the user's own training step, un-split, split and one by one, before the batch is trained on, and once more in other
+ways if they differ. When a batch is checked is not known here, see `ledger`. Gradients are compared as sketches (see
+`sketch`), which are linear: which weights would have matched is found out without another pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from lightning_padmin.distributed import Exchange, as_floats, as_integer, exchan
 from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.microbatching import PackStyle, SlotMap
 from lightning_padmin.runtime import Draws
+from lightning_padmin.verification.agreed_probe import agreed_first_labels, agreed_probe, halved
 from lightning_padmin.verification.column_check import ColumnCheck
 from lightning_padmin.verification.compare import Tolerance, dtypes_of
 from lightning_padmin.verification.explain import (
@@ -39,18 +40,8 @@ from lightning_padmin.verification.noise import may_run_in_float32, measured_lim
 from lightning_padmin.verification.padding import GRADIENTS, STILL, Heard, Logged, filled, moved
 from lightning_padmin.verification.padding import named as named_values
 from lightning_padmin.verification.passes import LocalPasses, LossFunction, Passes, ShardedPasses
-from lightning_padmin.verification.probe import (
-    Probe,
-    choose_rows,
-    first_label_groups,
-    make_probe,
-    masked_tokens_vary,
-    one_row,
-    padded_row,
-    rolled_rows,
-    whole_probe,
-)
-from lightning_padmin.verification.rows import Ints, Shown, best_numbers, tells_reductions
+from lightning_padmin.verification.probe import Probe, masked_tokens_vary, one_row, padded_row, rolled_rows
+from lightning_padmin.verification.rows import Ints, Shown, tells_reductions
 from lightning_padmin.verification.sketch import Sketches, best_weights, combine
 from lightning_padmin.verification.words import Said, words_of
 from lightning_padmin.verification.writes import WriteSearch, as_integers, named, text_of
@@ -168,15 +159,15 @@ def check_gradients(
     """
     limit = tolerance if tolerance is not None else Tolerance.for_(dtypes_of(module), saw_half=is_half).limit
     if first_labels:
-        probe = _agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
+        probe = agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
     else:
         leaves = dict(iter_leaves(batch, schema.fields))
         facets = row_facets(leaves, schema, table, values) if joint is None else {}
         shown = Shown.of(facets, len(table), wanted, prefer)
         is_joint = joint is not None
         # In float32, where the check may leave autocast out, activations take twice the memory.
-        room = _halved(config, table) if is_half and not is_joint and may_run_in_float32(module) else config
-        probe = _agreed_probe(batch, schema, table, room, exchange, limit, is_joint, more_than_told, packs, shown)
+        room = halved(config, table) if is_half and not is_joint and may_run_in_float32(module) else config
+        probe = agreed_probe(batch, schema, table, room, exchange, limit, is_joint, more_than_told, packs, shown)
     if probe is None:
         return None
     heard = Heard(loss_fn, logged) if joint is not None else None
@@ -192,69 +183,6 @@ def check_gradients(
         return check.outcome()
     finally:
         passes.restore()
-
-
-def _agreed_probe(
-    batch: Any,
-    schema: Schema,
-    table: RowTable,
-    config: PadMinConfig,
-    exchange: Exchange,
-    limit: float,
-    is_joint: bool,
-    more_than_told: bool,
-    packs: PackStyle | None,
-    shown: Shown,
-) -> Probe | None:
-    """A probe of equally many rows on all ranks, or None on all."""
-    if is_joint:  # coupled losses may need their whole batch, and it is what training is going to run
-        return whole_probe(schema, table, config)
-    found = choose_rows(batch, schema, table, config, limit, shown)
-    telling = {n for n, each in found.items() if each.tells or packs is not None}  # of packs the reduction is not asked
-    # Of each number how many rows without loss ride along, in two bits.
-    riders = sum(each.riders << 2 * n for n, each in found.items())
-    said = exchange([_bits(found), _bits(telling), _bits(best_numbers(found)), riders])
-    everywhere = int(np.bitwise_and.reduce(said[:, 0]))
-    somewhere, best = (int(np.bitwise_or.reduce(said[:, k])) for k in (1, 2))
-    if everywhere == 0 or (more_than_told and not everywhere & somewhere):
-        return None
-    chosen = everywhere & somewhere & best or everywhere & somewhere or everywhere & best or everywhere
-    n = chosen.bit_length() - 1
-    most_riders = max(int(each) >> 2 * n & 3 for each in said[:, 3])
-    return make_probe(
-        batch, schema, table, config, n, packs, found[n].groups, limit=limit, shown=shown, riders=most_riders
-    )
-
-
-def _halved(config: PadMinConfig, table: RowTable) -> PadMinConfig:
-    """With half the budget."""
-    budget = table.slots if config.token_budget is None else config.token_budget
-    return replace(config, token_budget=max(1, budget // 2))
-
-
-def _bits(numbers: Iterable[int]) -> int:
-    return sum(1 << n for n in numbers)
-
-
-def _agreed_first_labels(
-    batch: Any,
-    schema: Schema,
-    table: RowTable,
-    config: PadMinConfig,
-    exchange: Exchange,
-    limit: float,
-    subtracts_lost: bool,
-) -> Probe | None:
-    """A probe that tells on some rank whether the loss takes labels on first tokens, of equally many rows on all."""
-    asked = subtracts_lost or config.loss_reduction == "token-mean"
-    telling = first_label_groups(table, config, limit, subtracts_lost) if asked else {}
-    possible = set(choose_rows(batch, schema, table, config, limit)) | set(telling)
-    agreed = exchange([_bits(possible), _bits(telling)])
-    best = int(np.bitwise_and.reduce(agreed[:, 0])) & int(np.bitwise_or.reduce(agreed[:, 1]))
-    if best == 0:
-        return None
-    n = min(k for k in range(best.bit_length()) if best >> k & 1)
-    return make_probe(batch, schema, table, config, n, groups=telling.get(n), limit=limit, riders=0)
 
 
 class _Check:

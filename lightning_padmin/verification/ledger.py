@@ -109,9 +109,14 @@ class Ledger:
         """Whether this batch is to be checked: it shows something new, or the time has come."""
         return self._is_due or bool(self._new)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room for further facets: only the time decides over checks from now on."""
+        return len(self._seen) >= MOST_FACETS
+
     def has_seen(self, facet: str) -> bool:
         """Whether a check that passed has seen it, or it was looked for often enough."""
-        return facet in self._seen or self._tries.get(facet, 0) >= _MOST_TRIES or len(self._seen) >= MOST_FACETS
+        return facet in self._seen or self._tries.get(facet, 0) >= _MOST_TRIES or self.is_full
 
     def passed(self, difference: float, facets: Iterable[str]) -> None:
         """A check of this batch has passed.

@@ -1,0 +1,82 @@
+"""Probes of equally many rows on all ranks, since a training step may gather what its rows give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from lightning_padmin.batch import RowTable, Schema
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.distributed import Exchange
+from lightning_padmin.microbatching import PackStyle
+from lightning_padmin.verification.probe import Probe, choose_rows, first_label_groups, make_probe, whole_probe
+from lightning_padmin.verification.rows import Shown, best_numbers
+
+
+def agreed_probe(
+    batch: Any,
+    schema: Schema,
+    table: RowTable,
+    config: PadMinConfig,
+    exchange: Exchange,
+    limit: float,
+    is_joint: bool,
+    more_than_told: bool,
+    packs: PackStyle | None,
+    shown: Shown,
+) -> Probe | None:
+    """A probe of equally many rows on all ranks, or None on all."""
+    if is_joint:  # coupled losses may need their whole batch, and it is what training is going to run
+        return whole_probe(schema, table, config)
+    found = choose_rows(batch, schema, table, config, limit, shown)
+    telling = {n for n, each in found.items() if each.tells or packs is not None}  # of packs the reduction is not asked
+    # Of each number how many rows without loss ride along, in two bits.
+    riders = sum(each.riders << 2 * n for n, each in found.items())
+    said = exchange([_bits(found), _bits(telling), _bits(best_numbers(found)), riders])
+    everywhere = int(np.bitwise_and.reduce(said[:, 0]))
+    somewhere, best = (int(np.bitwise_or.reduce(said[:, k])) for k in (1, 2))
+    if everywhere == 0 or (more_than_told and not everywhere & somewhere):
+        return None
+    chosen = everywhere & somewhere & best or everywhere & somewhere or everywhere & best or everywhere
+    n = chosen.bit_length() - 1
+    most_riders = max(int(each) >> 2 * n & 3 for each in said[:, 3])
+    return make_probe(
+        batch, schema, table, config, n, packs, found[n].groups, limit=limit, shown=shown, riders=most_riders
+    )
+
+
+def halved(config: PadMinConfig, table: RowTable) -> PadMinConfig:
+    """With half the budget."""
+    budget = table.slots if config.token_budget is None else config.token_budget
+    return replace(config, token_budget=max(1, budget // 2))
+
+
+def _bits(numbers: Iterable[int]) -> int:
+    return sum(1 << n for n in numbers)
+
+
+def agreed_first_labels(
+    batch: Any,
+    schema: Schema,
+    table: RowTable,
+    config: PadMinConfig,
+    exchange: Exchange,
+    limit: float,
+    subtracts_lost: bool,
+) -> Probe | None:
+    """A probe that tells on some rank whether the loss takes labels on first tokens, of equally many rows on all."""
+    asked = subtracts_lost or config.loss_reduction == "token-mean"
+    telling = first_label_groups(table, config, limit, subtracts_lost) if asked else {}
+    possible = set(choose_rows(batch, schema, table, config, limit)) | set(telling)
+    agreed = exchange([_bits(possible), _bits(telling)])
+    best = int(np.bitwise_and.reduce(agreed[:, 0])) & int(np.bitwise_or.reduce(agreed[:, 1]))
+    if best == 0:
+        return None
+    n = min(k for k in range(best.bit_length()) if best >> k & 1)
+    return make_probe(batch, schema, table, config, n, groups=telling.get(n), limit=limit, riders=0)
+
+
+__all__ = ["agreed_first_labels", "agreed_probe", "halved"]
