@@ -44,7 +44,7 @@ from lightning_padmin.integrations.common.trainers import (
 from lightning_padmin.integrations.common.training import Read, Training
 from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
 from lightning_padmin.integrations.common.versions import check_hooks, release, what_changed
-from lightning_padmin.runtime import RandomState, replaced
+from lightning_padmin.runtime import RandomState, Shared, replaced
 from lightning_padmin.verification import Advice, Fingerprint, Ledger, OneLoss, Outcome, fingerprint, needs_rows
 from lightning_padmin.verification import what_changed as new_in_loss
 
@@ -67,6 +67,7 @@ __all__ = [
     "Seen",
     "Session",
     "SessionAudits",
+    "Shared",
     "Topology",
     "Training",
     "accumulation_boundary",

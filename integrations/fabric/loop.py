@@ -38,6 +38,7 @@ from lightning_padmin.integrations.common import (
     LossChecks,
     LossFunction,
     Session,
+    Shared,
     Topology,
     Training,
     has_static_graph,
@@ -49,6 +50,8 @@ from lightning_padmin.stats import PaddingStats
 
 __all__ = ["FabricPadMin", "micro_batched_backward"]
 
+# Fabric's flag is the process's.
+_backwards_are_ours = Shared(lambda: replaced(wrappers, _in_fabric_backward=True))
 _FIX_OF_HOOKS = "Do that once per batch, behind the loop over micro_batches and before optimizer.step()"
 
 
@@ -251,7 +254,7 @@ class FabricPadMin:
 
     def _quiet(self) -> AbstractContextManager[None]:
         """Backward passes inside need not go through `fabric.backward`, which scales losses and steps engines."""
-        return replaced(wrappers, _in_fabric_backward=True)
+        return _backwards_are_ours.on()
 
     def _check(self, training: Training) -> None:
         """What must hold before a batch is read; all ranks hear of an error."""

@@ -32,7 +32,7 @@ from lightning_padmin.runtime.isolation import (
 from lightning_padmin.runtime.keeper import is_library
 from lightning_padmin.runtime.notices import How, Notices, warn
 from lightning_padmin.runtime.padding import is_padding_filled, padding_filled
-from lightning_padmin.runtime.patching import replaced
+from lightning_padmin.runtime.patching import Shared, replaced
 from lightning_padmin.runtime.random_state import RandomState
 from lightning_padmin.runtime.wrappers import layers, takes, unwrap, without_adapters
 from lightning_padmin.runtime.writes import is_freed
@@ -47,6 +47,7 @@ __all__ = [
     "ModuleState",
     "Notices",
     "RandomState",
+    "Shared",
     "attention_inside",
     "holders_of",
     "is_freed",

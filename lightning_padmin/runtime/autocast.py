@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_padmin.runtime.patching import replaced
+from lightning_padmin.runtime.patching import Shared, replaced
 
 
 class _Off:
     """The function by which `torch.autocast` goes on. It is the process's; threads that do not ask keep their own."""
 
     def __init__(self) -> None:
-        self._lock, self._users, self._undo = threading.Lock(), 0, ExitStack()
+        self._function = Shared(self._replaced)
         self._here = threading.local()
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                now = torch.set_autocast_enabled
-                self._undo.enter_context(replaced(torch, set_autocast_enabled=partial(self._set, now)))
-        self._here.depth = getattr(self._here, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            self._here.depth -= 1
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._undo.close()
+        with self._function.on():
+            self._here.depth = getattr(self._here, "depth", 0) + 1
+            try:
+                yield
+            finally:
+                self._here.depth -= 1
+
+    def _replaced(self) -> AbstractContextManager[None]:
+        return replaced(torch, set_autocast_enabled=partial(self._set, torch.set_autocast_enabled))
 
     def _set(self, function: Any, *arguments: Any, **named: Any) -> None:
         if getattr(self._here, "depth", 0):

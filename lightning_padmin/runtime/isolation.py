@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_padmin.runtime.changes import Change
 from lightning_padmin.runtime.keeper import Keeper
-from lightning_padmin.runtime.patching import replaced
+from lightning_padmin.runtime.patching import Shared, replaced
 from lightning_padmin.runtime.random_state import RandomState
 from lightning_padmin.runtime.writes import Writes
 
@@ -73,30 +72,17 @@ def attention_inside(function: Any) -> Any:
     return function
 
 
-class _Functions:
-    """Functions of torch without dropout. They are the process's: threads share them, and the last puts them back."""
-
-    def __init__(self) -> None:
-        self._lock, self._users, self._undo = threading.Lock(), 0, ExitStack()
-
-    @contextmanager
-    def without_dropout(self) -> Iterator[None]:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._undo.enter_context(replaced(F, **dict.fromkeys(_DROPOUTS, _kept_whole)))
-                now = F.scaled_dot_product_attention  # the user's own, where one was written over it
-                self._undo.enter_context(replaced(F, scaled_dot_product_attention=partial(_attention, now)))
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._undo.close()
+@contextmanager
+def _functions_without_dropout() -> Iterator[None]:
+    now = F.scaled_dot_product_attention  # the user's own, where one was written over it
+    with (
+        replaced(F, **dict.fromkeys(_DROPOUTS, _kept_whole)),
+        replaced(F, scaled_dot_product_attention=partial(_attention, now)),
+    ):
+        yield
 
 
-_functions = _Functions()
+_functions = Shared(_functions_without_dropout)
 
 
 @contextmanager
@@ -110,7 +96,7 @@ def without_dropout(module: nn.Module) -> Iterator[_Watch]:
     with ExitStack() as stack:
         # The mode is not on where a backward pass computes a forward pass again, nor inside of functions that handle
         # modes themselves; these look the functions up by name.
-        stack.enter_context(_functions.without_dropout())
+        stack.enter_context(_functions.on())
         for child in module.modules():
             if isinstance(child, nn.RNNBase) and child.dropout:
                 stack.enter_context(replaced(child, dropout=0.0))

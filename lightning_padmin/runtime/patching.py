@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 
@@ -31,3 +32,32 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         for name in attributes:
             own.pop(name, None)
         own.update(before)
+
+
+class Shared:
+    """A change to what is the process's: the first of several threads makes it, the last one takes it back.
+
+    Each thread putting back what it found would leave the change in place where threads overlap.
+
+    Args:
+        change: makes the context manager of the change. Called and entered under a lock.
+    """
+
+    def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._change = change
+        self._lock, self._users, self._undo = threading.Lock(), 0, ExitStack()
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, the change is made; may be entered again."""
+        with self._lock:
+            if not self._users:
+                self._undo.enter_context(self._change())
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._undo.close()

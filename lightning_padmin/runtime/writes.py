@@ -13,11 +13,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_padmin.runtime.patching import Shared
+
 _FREE_BYTES, _FREE_SHARE = 2**20, 100  # so much, or a hundredth of everything, is copied at once
 # Batch norms write into these, and the schemas of older kernels do not say so.
 _UNDECLARED = frozenset({"running_mean", "running_var"})
 # What hands memory to code that no dispatch mode sees.
 _ESCAPES: tuple[Any, ...] = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+
+# The stance of the compiler is the process's.
+_eager = Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 
 def is_freed(tensor: Tensor) -> bool:
@@ -96,7 +101,7 @@ class Writes:
         if not self._kept:
             yield
             return
-        with torch.compiler.set_stance("force_eager"), _Escapes(self.note), _Watch(self.note):
+        with _eager.on(), _Escapes(self.note), _Watch(self.note):
             yield
 
     def note(self, value: Any) -> None:

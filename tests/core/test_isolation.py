@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import threading
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_padmin.runtime.isolation import untouched, without_dropout
@@ -266,31 +264,3 @@ def test_half_precision_is_noticed() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             layer(torch.ones(1, 4))
         assert watch.saw_half
-
-
-@pytest.mark.parametrize("first_in", [True, False], ids=["first in, first out", "first in, last out"])
-def test_functions_of_torch_come_back_however_checks_of_two_threads_overlap(first_in: bool) -> None:
-    """They are the process's: each thread putting back what it has found would leave dropout switched off."""
-    before = F.dropout, F.scaled_dot_product_attention
-    turns, done = ([threading.Event() for _ in range(4)] for _ in range(2))
-
-    def check(enters: int, leaves: int) -> None:
-        turns[enters].wait(10)
-        with without_dropout(nn.Linear(1, 1)):
-            done[enters].set()
-            turns[leaves].wait(10)
-        done[leaves].set()
-
-    order = ((0, 2), (1, 3)) if first_in else ((0, 3), (1, 2))  # turns in which each enters and leaves
-    threads = [threading.Thread(target=check, args=each) for each in order]
-    for thread in threads:
-        thread.start()
-    found = []
-    for turn, is_done in zip(turns, done, strict=True):
-        turn.set()
-        assert is_done.wait(10)
-        found.append(F.dropout is before[0])
-    for thread in threads:
-        thread.join(10)
-    assert found == [False, False, False, True]
-    assert (F.dropout, F.scaled_dot_product_attention) == before
