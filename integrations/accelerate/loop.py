@@ -166,7 +166,8 @@ class PadMin:
             ...         optimizer.zero_grad()
         """
         steps, check = self._start(batch, model, loss_fn)
-        return run_loop(steps, check, loss_fn, self.accelerator.backward)
+        # Looked up at each call: the loop over micro-batches puts its own in place of it.
+        return run_loop(steps, check, loss_fn, lambda loss: self.accelerator.backward(loss))
 
     def _start(
         self, batch: Any, model: nn.Module, loss_fn: LossFunction | None = None

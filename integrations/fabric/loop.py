@@ -106,11 +106,12 @@ class FabricPadMin:
             raise ConfigError(f"proof_dir={proof_dir!r}: expected the path of a folder, or None")
         self._session = Session("FabricPadMin", self.config, tell=_tell)
         self._session.audits.prove_in(proof_dir)
+        is_half = False
         if self.config.enabled:
             _refuse_strategy(fabric.strategy, defer_sync)
             self._session.refuse_packs("FabricPadMin.micro_batches")
+            is_half = not fabric.strategy.precision.precision.startswith(("32", "64"))
         self.fabric = fabric
-        is_half = not str(fabric.strategy.precision.precision).startswith(("32", "64"))
         self._checks = LossChecks(self._session, self._quiet, is_half)
         self._defer_sync = not _is_sharded(fabric) if defer_sync is None else defer_sync
 
