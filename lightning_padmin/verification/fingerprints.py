@@ -17,9 +17,9 @@ none more than a few times; so what is left out is repetition, the set is the sa
 `most`, the number of operations looked at, is hardly ever reached.
 
 What it does not see: values of tensors with more than one entry (weights of tokens, a mask, a clamp that is active for
-some), what a compiled or fused function does inside (its name is all there is), what a checkpoint recomputes, factors
-in a sum beyond its first 16 terms of one kind, and terms that consist only of operations that the loss had before, on
-outputs of the same width.
+some) but coefficients of terms that were stacked, what a compiled or fused function does inside (its name is all there
+is), what a checkpoint recomputes, factors in a sum beyond its first 16 terms of one kind, and terms that consist only
+of operations that the loss had before, on outputs of the same width.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ _FACTORS = {
     "Addcdiv": ("tensor1",),
     "Addcmul": ("tensor1", "tensor2"),
     "Div": ("self",),
+    "Dot": ("self", "tensor"),
     "Lerp": ("weight",),
     "MaskedFill": ("mask",),
     "Mul": ("self", "other"),
@@ -433,8 +434,14 @@ def _settings(node: Any, how: _How) -> _Facts:
 def _factors(node: Any, how: _How) -> _Facts:
     for name in how.factors:
         value = _tensor(node, name)
-        if value is not None and (value.ndim == 0 or (value.numel() == 1 and _is_of_scalars(node))):
+        if value is None:
+            continue
+        if value.ndim == 0 or (value.numel() == 1 and _is_of_scalars(node)):
             yield name, value, _power if name == "exponent" else _zero, _operand(node, name)
+        elif value.ndim == 1 and len(value) <= _REPEATS and _is_of_terms(node):
+            for number, each in enumerate(value, 1):
+                place = f"{name}, term {number}" if len(value) <= _MOST_ZEROS else name
+                yield place, each, _zero, _operand(node, name)
 
 
 def _operand(node: Any, name: str) -> str:
@@ -501,6 +508,18 @@ def _tensor(node: Any, name: str) -> Tensor | None:
 def _is_of_scalars(node: Any) -> bool:
     """Whether another operand is a single number without dimensions: then no batch of one row is meant."""
     return any(below is not None and len(below._input_metadata[i].shape) == 0 for below, i in node.next_functions)
+
+
+def _is_of_terms(node: Any) -> bool:
+    """Whether another operand is made of single numbers, put together: then its entries are terms, hardly rows."""
+    for below, _ in node.next_functions:
+        while below is not None and _of(below).is_view and below.next_functions:
+            below = below.next_functions[0][0]
+        if below is not None and _of(below).operation in ("Stack", "Cat"):
+            return all(
+                term is None or math.prod(term._input_metadata[i].shape) == 1 for term, i in below.next_functions
+            )
+    return False
 
 
 def _unwrapped(value: Any) -> Any:

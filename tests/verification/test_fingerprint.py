@@ -85,6 +85,11 @@ def terms(net: Net, count: int, factor: float = 1.0) -> Tensor:
     return torch.stack([ce(net, 3, 4) * factor for _ in range(count)]).sum()
 
 
+def weighed(*factors: float) -> Callable[..., Tensor]:
+    """Terms of one kind and their coefficients in one tensor."""
+    return lambda *a: torch.stack([ce(*a) for _ in factors]) @ torch.tensor(factors)
+
+
 def policy(clip: bool = True, beta: float = 0.0, delta: float | None = None) -> Loss:
     def loss(net: Net, rows: int, width: int) -> Tensor:
         logps = -rows_of(net, rows, width).view(rows, -1)
@@ -122,6 +127,7 @@ SAME: dict[str, Loss] = {
     ),
     "rows in a loop": lambda net, rows, width: sum((ce(net, 2, width) for _ in range(rows)), start=torch.zeros(())),
     "stacked rows": lambda net, rows, width: terms(net, rows + 30 * (width % 2)),
+    "stacked rows and weights": lambda net, rows, width: weighed(*(torch.rand(rows) + 0.1).tolist())(net, 2, width),
     "divided by tokens": lambda net, rows, width: rows_of(net, rows, width).sum() / torch.tensor(rows * width),
     "per row": lambda net, rows, width: (rows_of(net, rows, width) * torch.randint(0, 2, (rows * (width - 1),))).mean(),
     "penalty": lambda *a: ce(*a) + 0.01 * sum(p.pow(2).sum() for p in a[0].parameters()),
@@ -165,6 +171,22 @@ CHANGES: dict[str, tuple[Loss, Loss, str]] = {
         lambda *a: ce(*a) + torch.tensor(True) * pairs(*a),
         "that was 0",
     ),
+    "coefficients in a tensor": (
+        lambda *a: (torch.tensor([1.0, 0.0]) * torch.stack([ce(*a), pairs(*a)])).sum(),
+        lambda *a: (torch.tensor([1.0, 0.2]) * torch.stack([ce(*a), pairs(*a)])).sum(),
+        "MulBackward0 of StackBackward0 with a factor (self, term 2) that was 0",
+    ),
+    "coefficients put side by side": (
+        lambda *a: (torch.cat([ce(*a)[None], pairs(*a)[None]])[None] * torch.tensor([0.0, 1.0])).sum(),
+        lambda *a: (torch.cat([ce(*a)[None], pairs(*a)[None]])[None] * torch.tensor([0.5, 1.0])).sum(),
+        "with a factor (other, term 1) that was 0",
+    ),
+    "tasks in turn by a tensor": (
+        weighed(1.0, 0.0),
+        weighed(0.0, 1.0),
+        "DotBackward0 of StackBackward0 with a factor (tensor, term 2) that was 0",
+    ),
+    "one of many coefficients": (weighed(*[1.0] * 8, 0.0), weighed(*[1.0] * 9), "with a factor (tensor) that was 0"),
     "in torch.add": (
         lambda *a: torch.add(ce(*a), pairs(*a), alpha=0.0),
         lambda *a: torch.add(ce(*a), pairs(*a), alpha=0.3),
