@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -102,6 +102,11 @@ class FirstBatchCheck:
         """See `Training.hear`."""
         self._training.hear(loss, rows)
 
+    @property
+    def hears_news(self) -> bool:
+        """Whether a loss was heard whose kind no check has seen."""
+        return self._training.hears_news
+
     def settle(self, *, is_last: bool) -> None:
         """Behind a backward pass: audits the batch where its loss was of a new kind.
 
@@ -165,6 +170,32 @@ class FirstBatchCheck:
         """Ranks run equally many chunks where forward passes are collective."""
         exchange = self._training.topology.exchange if has_collective_forwards(self._trainer) else None
         return chunked(self._models, config, exchange, *more)
+
+
+class Losses:
+    """What hears of losses, on the way that batches go now.
+
+    Args:
+        check: gives the check of that way.
+    """
+
+    def __init__(self, check: Callable[[], FirstBatchCheck | None]) -> None:
+        self._check = check
+
+    def hear(self, loss: object, rows: Iterable[int] = ()) -> None:
+        """See `Training.hear`."""
+        if (check := self._check()) is not None:
+            check.hear(loss, rows)
+
+    @property
+    def are_new(self) -> bool:
+        """Whether one was heard whose kind no check has seen."""
+        return (check := self._check()) is not None and check.hears_news
+
+    def settle(self, *, is_last: bool) -> None:
+        """See `FirstBatchCheck.settle`."""
+        if (check := self._check()) is not None:
+            check.settle(is_last=is_last)
 
 
 def pack_gradients(

@@ -43,7 +43,7 @@ from lightning_padmin.verification.facets import (
 from lightning_padmin.verification.fingerprints import Fact, Fingerprint, fingerprint, what_changed
 from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
-from lightning_padmin.verification.ledger import MOST_FACETS, Ledger
+from lightning_padmin.verification.ledger import MOST_FACETS, WAYS, Ledger
 from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_of
 from lightning_padmin.verification.pack_check import PackCheck
 from lightning_padmin.verification.passes import difference_over_ranks, sketched_shards
@@ -58,6 +58,7 @@ from lightning_padmin.verification.sketch import (
 
 __all__ = [
     "MOST_FACETS",
+    "WAYS",
     "Advice",
     "Fact",
     "Fingerprint",
