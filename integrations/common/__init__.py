@@ -13,6 +13,7 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
     shards       gradients of shards that wait to be reduced
     ways         from one way of running batches to the next
     two_ways     gradients of one loss in two ways
+    whole_steps  steps of Trainers as stock, with calls of models inside in chunks
     isolated     what a model gives for some rows by themselves
     deepspeed    several backward passes where DeepSpeed's engine expects one
     empty_loss   losses of 0/0 made a zero in the graph
@@ -46,6 +47,7 @@ from lightning_padmin.integrations.common.training import Read, Training
 from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
 from lightning_padmin.integrations.common.versions import check_hooks, release, what_changed
 from lightning_padmin.integrations.common.ways import Ladder, Way, stats_as_it_came
+from lightning_padmin.integrations.common.whole_steps import Sites, WholeSteps, Words
 from lightning_padmin.runtime import RandomState, Shared, replaced
 from lightning_padmin.verification import Advice, Fingerprint, Ledger, OneLoss, Outcome, fingerprint, needs_rows
 from lightning_padmin.verification import what_changed as new_in_loss
@@ -71,10 +73,13 @@ __all__ = [
     "Session",
     "SessionAudits",
     "Shared",
+    "Sites",
     "Tolerable",
     "Topology",
     "Training",
     "Way",
+    "WholeSteps",
+    "Words",
     "accumulation_boundary",
     "acts_on_gradients",
     "added",

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_padmin.architectures import without_user_hooks
 from lightning_padmin.distributed import Exchange, all_gather_floats
 from lightning_padmin.errors import OnlyBackwardError
-from lightning_padmin.runtime import DATA_OF_TRAINERS, ModuleState, holders_of, without_dropout
+from lightning_padmin.runtime import DATA_OF_TRAINERS, Draws, ModuleState, RandomState, holders_of, without_dropout
 from lightning_padmin.verification import (
+    GRADIENTS,
+    STILL,
+    Heard,
+    Logged,
     Sketches,
     Tolerance,
     difference,
     difference_over_ranks,
     dtypes_of,
+    filled,
     fingerprint,
+    largest,
+    moved,
     scales,
     sizes,
     sketched_gradients,
@@ -40,12 +48,21 @@ class Apart:
         limit: up to which they are the same but for rounding.
         where: the parameter, as the end of a sentence.
         losses: keys of the kinds of loss on this rank, see `fingerprint`.
+        told: whether there was something to compare on some rank; not so where stock gradients are zero or not finite,
+            or where the loss is another function at each call.
+        is_random: whether that is why, on some rank.
+        moved: what moves with numbers that stand where rows have padding, on this rank.
+        reads_padding: whether something does, on some rank.
     """
 
     value: float
     limit: float
     where: str
     losses: frozenset[str] = frozenset()
+    told: bool = True
+    is_random: bool = False
+    moved: tuple[str, ...] = ()
+    reads_padding: bool = False
 
     @property
     def is_too_far(self) -> bool:
@@ -61,38 +78,147 @@ def apart(
     trainer: Any,
     without_trace: Way,
     exchange: Exchange,
+    logged: Logged | None = None,
+    settled: bool = False,
 ) -> Apart:
     """Gradients of a loss in two ways, each rank by itself; nothing is left of the passes.
 
     Args:
-        loss: of a batch.
+        loss: of a batch. All ranks take equally many, so that it may hold collectives.
         module: what is trained, unwrapped.
-        ways: two.
+        ways: the stock one, and the one that runs models in chunks.
         trainer: whose loss it is.
         without_trace: a context in which calls of the loss change nothing in the trainer.
         exchange: the collective in which ranks tell each other what they found.
+        logged: what the last call of `loss` has logged, by name; then it is also looked at whether loss, gradients and
+            these move with what stands in outputs where rows have padding.
+        settled: a check before this one has passed, and this rank's batch shows nothing new: a pass less then.
     """
-    state = ModuleState(module, holders_of(trainer), DATA_OF_TRAINERS)
-    by_backward = False
-    heard = _Heard(loss)
-    module.train()
-    sketches: list[Sketches] = []
-    tolerance = Tolerance.for_(dtypes_of(module))
+    passes = _Passes(loss, module, ways, trainer, without_trace, exchange, logged)
     try:
-        while len(sketches) < len(ways):
-            within, no_hooks = ways[len(sketches)](), without_user_hooks(module)
-            with state.watching(), without_trace(), no_hooks, without_dropout(module) as watch, within:
-                try:
-                    sketches.append(sketched_gradients(heard, module, by_backward=by_backward, again=False))
-                except OnlyBackwardError:  # once more, when what this attempt wrote has been put back
-                    by_backward = True
-            tolerance = tolerance.if_half(watch.saw_half)
-            state.clear()
+        return passes.compared(settled)
     finally:
-        state.restore()
-    value, name = difference(sketches[1], sketches[0], scales(sizes(sketches[0]), tolerance.limit))
-    worst = float(all_gather_floats([value], exchange).max())
-    return Apart(worst, tolerance.limit, f"on this rank most in {name!r}", frozenset(heard.losses))
+        passes.state.restore()
+
+
+class _Passes:
+    """Passes of one loss, each of which finds everything as the first one did."""
+
+    def __init__(
+        self,
+        loss: Callable[[], Any],
+        module: nn.Module,
+        ways: Sequence[Way],
+        trainer: Any,
+        without_trace: Way,
+        exchange: Exchange,
+        logged: Logged | None,
+    ) -> None:
+        self._heard, self._module, self._without_trace = _Heard(loss), module, without_trace
+        (self._stock, self._chunked), self._exchange = ways, exchange
+        self.state = ModuleState(module, holders_of(trainer), DATA_OF_TRAINERS)
+        self._values = Heard(lambda _: self._heard(), None if logged is None else self._all_logged)
+        self._logged, self._by_backward, self._drew = logged, False, False
+        self._tolerance = Tolerance.for_(dtypes_of(module))
+        module.train()
+
+    def compared(self, settled: bool) -> Apart:
+        """All ranks run the same passes."""
+        came, of_came = self._run(self._stock)
+        found, values = self._run(self._chunked)
+        limit, size = self._tolerance.limit, largest(came)
+        value, name = self._difference(found, came)
+        told, is_random = 0 < size < math.inf, False
+        if not told:  # nothing to compare with, unless chunks have a gradient where there is none
+            told = size == 0 and limit / 100 < largest(found) < math.inf and not self._drew
+            value = math.inf if told else 0.0
+        if self._any(not value <= limit and self._drew):
+            value, name = self._with_constants(value, name)
+        if self._any(not value <= limit):
+            again, _ = self._run(self._stock)
+            if not value <= limit and size and not self._difference(again, came)[0] <= limit:
+                value, told, is_random = 0.0, False, True
+        names: tuple[str, ...] = ()
+        if self._logged is not None and not self._any(not value <= limit):
+            names = self._of_padding(found, values, (came, of_came), settled)
+        worst = float(all_gather_floats([value], self._exchange).max())
+        told, is_random, reads = self._any(told), self._any(is_random), self._any(bool(names))
+        where = f"on this rank most in {name!r}"
+        return Apart(worst, limit, where, frozenset(self._heard.losses), told, is_random, names, reads)
+
+    def _run(self, way: Way, draws: Way = nullcontext) -> tuple[Sketches, Mapping[str, Tensor]]:
+        try:
+            found = self._once(way, draws)
+        except OnlyBackwardError:  # once more, when what this attempt wrote has been put back
+            self._by_backward = True
+            found = self._once(way, draws)
+        return found, self._values.take()
+
+    def _once(self, way: Way, draws: Way) -> Sketches:
+        state, within, no_hooks = self.state, way(), without_user_hooks(self._module)
+        try:
+            with state.watching(), self._without_trace(), no_hooks, without_dropout(self._module) as watch, within:
+                before = RandomState()
+                with draws():
+                    found = sketched_gradients(
+                        lambda: self._values(None), self._module, by_backward=self._by_backward, again=False
+                    )
+                self._drew = self._drew or not before.is_as(RandomState())
+            self._tolerance = self._tolerance.if_half(watch.saw_half)
+        finally:
+            state.clear()
+        return found
+
+    def _with_constants(self, value: float, name: str) -> tuple[float, str]:
+        """The difference where random numbers are constants, if that can be had."""
+        pair = [self._run(way, lambda: Draws().of([], [], 0))[0] for way in (self._stock, self._chunked)]
+        can = self._drew and 0 < largest(pair[0]) < math.inf
+        return self._difference(pair[1], pair[0]) if can else (value, name)
+
+    def _of_padding(
+        self,
+        found: Sketches,
+        values: Mapping[str, Tensor],
+        un_split: tuple[Sketches, Mapping[str, Tensor]],
+        settled: bool,
+    ) -> tuple[str, ...]:
+        """What moves with what stands in slots of padding.
+
+        What the un-split model leaves there is one filling. Where another one was tried before, it is enough that
+        nothing has moved from that to zeros.
+        """
+        if not self._any(not settled):
+            came, of_came = un_split
+            still = not moved(values, of_came) and self._difference(found, came)[0] <= STILL
+            if not self._any(not still):
+                return ()
+        names = self._moved(filled(self._chunked), found, values)
+        if self._any(bool(names)):
+            anyway = self._moved(self._chunked, found, values)
+            names = [name for name in names if name not in anyway]  # what moves by itself is left
+        return tuple(names)
+
+    def _moved(self, way: Way, found: Sketches, values: Mapping[str, Tensor]) -> list[str]:
+        again, of_again = self._run(way)
+        size = largest(found)
+        stays = not 0 < size < math.inf or self._difference(again, found)[0] <= STILL
+        return [*moved(of_again, values), *(() if stays else (GRADIENTS,))]
+
+    def _difference(self, found: Sketches, wanted: Sketches) -> tuple[float, str]:
+        return difference(found, wanted, scales(sizes(wanted), self._tolerance.limit))
+
+    def _any(self, flag: bool) -> bool:
+        return bool(self._exchange([int(flag)]).any())
+
+    def _all_logged(self) -> Mapping[str, Any]:
+        """And numbers that the pass has written down somewhere."""
+        assert self._logged is not None
+        written = {change.path: change.now for change in self.state.changes() if _is_number(change.now)}
+        return written | dict(self._logged())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def apart_on_shards(

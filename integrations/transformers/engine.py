@@ -30,7 +30,9 @@ from lightning_padmin.integrations.common import (
     Outcome,
     Read,
     Session,
+    Sites,
     Training,
+    WholeSteps,
     check_hooks,
     check_step,
     has_step_in_front,
@@ -40,6 +42,7 @@ from lightning_padmin.integrations.common import (
     replaced,
     topology_of,
 )
+from lightning_padmin.integrations.transformers.joint import whole_steps
 from lightning_padmin.integrations.transformers.support import refuse_unsupported, why_not_packed
 from lightning_padmin.microbatching import (
     MemoryGuard,
@@ -52,10 +55,11 @@ from lightning_padmin.microbatching import (
 from lightning_padmin.stats import PaddingStats
 
 _STOP = "use PadMinConfig(enabled=False)"
-_COUPLED = (
+_COUPLED_ELSEWHERE = (
     "Leave PadMinTrainerMixin out and call the model through lightning_padmin.PaddedForward in your own compute_loss, "
     "taking the loss of its outputs, or " + _STOP
 )
+_COUPLED = "Run the model in chunks with mode='joint', or " + _STOP
 _ONCE = (
     "in on_step_end of a TrainerCallback, or in a training_step of a class in front of the mixin, "
     "class MyTrainer(Mine, PadMinTrainerMixin, Trainer)"
@@ -64,6 +68,10 @@ _SUM = "A sum over num_items_in_batch"
 _FIX_OF_HOOKS = (
     "Do that once per step, in on_pre_optimizer_step of a TrainerCallback (an optimizer that steps in the backward "
     "pass: use it without), or use PadMinConfig(enabled=False)"
+)
+_FIX_OF_HOOKS_IN_CHUNKS = (
+    "It fires once for each chunk here: checkpoint with gradient_checkpointing_kwargs={'use_reentrant': False}, or use "
+    "PadMinConfig(enabled=False)"
 )
 _FIX_OF_STEPS = (
     "Put the class in front of the mixin, class MyTrainer(Mine, PadMinTrainerMixin, Trainer), where its step runs once "
@@ -116,6 +124,7 @@ class Engine:
         self._first, self._means_have_told = FirstBatches(config.check != "off"), config.check == "off"
         self._as_stock = self._gives_up = False  # whether this window, and all that come, run as they came
         self._dealt = self._lost = 0  # batches whose rows were regrouped, targets that were subtracted
+        self._whole: WholeSteps | None = None  # what runs steps in joint mode
         self._topology = topology_of(trainer)
         self._session = Session("PadMinTrainerMixin", config, is_main=lambda: trainer.accelerator.is_main_process)
         self._session.announce()
@@ -126,15 +135,19 @@ class Engine:
         trainer, model = self._trainer, self._trainer.model
         _check_signatures()
         refuse_unsupported(trainer, self.config)
+        is_joint = self.config.mode == "joint"
         self._training = Training(
             self._session,
             model,
             self._topology,
-            fix_of_hooks=_FIX_OF_HOOKS,
+            fix_of_hooks=lambda: _FIX_OF_HOOKS if self._whole is None else _FIX_OF_HOOKS_IN_CHUNKS,
             check=self._look_at_hooks,
-            tolerate={"batch-norm"},
+            tolerate={"batch-norm", "balance-loss"} if is_joint else {"batch-norm"},
         )
         self._session.audits.prove_in(trainer.args.output_dir)
+        if is_joint:
+            self._run_joint()
+            return
         self._training.look()
         self._losses = OneLoss(type(trainer), _FIX_OF_STEPS)
         self._training.findings.refuse()
@@ -154,6 +167,11 @@ class Engine:
         summed = replace(self.config, loss_reduction="sum")
         self._pooling = self._training.batcher(summed, subtracts_lost=self._subtracts_lost)
 
+    def _run_joint(self) -> None:
+        """Steps run whole from now on, with calls of models in chunks."""
+        self._whole = whole_steps(self._trainer, self._session, self._training)
+        self._training.way = "joint"
+
     def _look_at_hooks(self, training: Training) -> None:
         """Those that are new, as the ones of an optimizer that `train` has made; the model may be another by then."""
         model = self._trainer.model_wrapped
@@ -161,10 +179,15 @@ class Engine:
 
     # A training.
 
-    def training(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def training(self) -> Iterator[None]:
         """Around a training, in which ranks hear why another one has ended."""
         self._session.kept.begin()
-        return self._session.telling_others()
+        with self._session.telling_others(), ExitStack() as stack:
+            if self._whole is not None:  # around steps of classes in front of the mixin, too
+                step = self.step_in_place_of(self._trainer.training_step)
+                stack.enter_context(replaced(self._trainer, training_step=step))
+            yield
 
     def agree(self) -> None:
         """Once every rank has made its Trainer: all were given the same options. A checkpoint is loaded by now."""
@@ -176,6 +199,9 @@ class Engine:
     def window(self, batches: list[Any], num_items: Any) -> tuple[list[Any], Any]:
         """The stock batches of a window and the number of its targets, each with the chunks that its step will run."""
         self._dealt = 0
+        if self._whole is not None:
+            self._whole.before_window(batches, num_items)
+            return batches, num_items
         if not self.config.enabled or not batches or num_items is None:
             return batches, num_items
         self._as_stock, self._lost = False, 0
@@ -225,6 +251,8 @@ class Engine:
 
     def step_in_place_of(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`training_step`, which does forward and backward passes of its chunks."""
+        if self._whole is not None:
+            return self._whole.in_place_of(stock)
         return partial(self._step, stock) if self.config.enabled else stock
 
     def _step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items: Any) -> Tensor:
@@ -483,7 +511,7 @@ class Engine:
             prefer=prefer,
             may_stay_untold=may_stay_untold,
             subtracts_lost=pools and self._subtracts_lost,
-            advice=Advice(_COUPLED, _STOP, _ONCE, _SUM if pools else None),
+            advice=Advice(_COUPLED if Sites(trainer)() else _COUPLED_ELSEWHERE, _STOP, _ONCE, _SUM if pools else None),
         )
 
     # Checkpoints.

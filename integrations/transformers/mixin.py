@@ -7,6 +7,9 @@ Where the loss is a sum over the number of targets of the whole accumulation win
 transformers take it), every partition of the window's rows is exact: they are pooled, planned together, and dealt over
 the same number of steps. Where it is a mean over each batch, each batch is split by itself.
 
+With `mode="joint"` every step runs as stock, on whole batches, and calls of models inside of it run in chunks: for
+losses that couple rows, for batches of any shape, and for steps that do more than one pass.
+
 The mixin only passes calls on to `engine.Engine`, which it keeps in one attribute.
 """
 

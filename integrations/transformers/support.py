@@ -11,30 +11,33 @@ from lightning_padmin.integrations.common import needs_rows, refuse_data_paralle
 
 def refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
     """Raises ConfigError for trainers, arguments and options that are not supported."""
-    args = trainer.args
     if type(trainer).__module__.startswith("trl."):
         raise ConfigError(f"{type(trainer).__name__} is a trainer of TRL: use PadMinMixin of integrations.trl")
     refuse_noise_of(trainer)
+    refuse_data_parallel(trainer)
+    if config.mode == "replay":
+        raise ConfigError("mode='replay': PadMinTrainerMixin knows 'split' and 'joint'. Set one of them, or 'auto'")
+    if config.normalize != "rank":
+        raise ConfigError("normalize='global' is the Trainer's own average_tokens_across_devices: set that")
+    if config.mode != "joint":
+        _refuse_to_split(trainer)
+
+
+def _refuse_to_split(trainer: Any) -> None:
+    """Steps run once, and losses are whole, in joint mode."""
+    args = trainer.args
     name = str(getattr(args.optim, "value", args.optim))
     if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
         other = name.removesuffix("_layerwise") if name.endswith("_layerwise") else "adafactor"
         raise ConfigError(
             f"optim={name!r} takes its steps in the backward pass, which runs once per part of a batch here. Use one "
-            f"that does not (optim={other!r})"
+            f"that does not (optim={other!r}), or mode='joint'"
         )
     if trainer.label_smoother is not None and not trainer.model_accepts_loss_kwargs:
         raise ConfigError(
             f"label_smoothing_factor={args.label_smoothing_factor}: this model's loss is a mean over each batch, and "
-            "the smoothed one is a mean of its own. Set label_smoothing_factor=0"
+            "the smoothed one is a mean of its own. Set label_smoothing_factor=0, or mode='joint'"
         )
-    refuse_data_parallel(trainer)
-    if config.mode not in ("auto", "split"):
-        raise ConfigError(
-            f"mode={config.mode!r}: PadMinTrainerMixin splits batches. Use mode='split', or call the model "
-            "through lightning_padmin.PaddedForward in your own compute_loss"
-        )
-    if config.normalize != "rank":
-        raise ConfigError("normalize='global' is the Trainer's own average_tokens_across_devices: set that")
 
 
 def why_not_packed(trainer: Any, config: PadMinConfig) -> str | None:

@@ -46,23 +46,29 @@ from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, re
 from lightning_padmin.verification.ledger import MOST_FACETS, WAYS, Ledger
 from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_of
 from lightning_padmin.verification.pack_check import PackCheck
+from lightning_padmin.verification.padding import GRADIENTS, STILL, Heard, Logged, filled, moved
 from lightning_padmin.verification.passes import difference_over_ranks, sketched_shards
 from lightning_padmin.verification.proof import Proof
 from lightning_padmin.verification.sketch import (
     Sketches,
     difference,
+    largest,
     scales,
     sizes,
     sketched_gradients,
 )
 
 __all__ = [
+    "GRADIENTS",
     "MOST_FACETS",
+    "STILL",
     "WAYS",
     "Advice",
     "Fact",
     "Fingerprint",
+    "Heard",
     "Ledger",
+    "Logged",
     "OneLoss",
     "OnlyBackwardError",
     "Outcome",
@@ -78,9 +84,12 @@ __all__ = [
     "difference",
     "difference_over_ranks",
     "dtypes_of",
+    "filled",
     "fingerprint",
     "gate_of",
+    "largest",
     "model_facets",
+    "moved",
     "needs_rows",
     "own_backward",
     "parts_of",

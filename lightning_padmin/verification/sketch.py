@@ -110,8 +110,10 @@ def _send_backward(value: Tensor, parameters: Sequence[nn.Parameter], by_backwar
     if not value.requires_grad or not parameters:  # nothing that is trained takes part
         return True
     leaves, is_checkpointed = _look_through(value)
+    # A hook on the loss may run a graph of its own, as where gradients are cached.
+    is_apart = not {id(each) for each in leaves} & {id(each) for each in parameters}
     with _kept_gradients([*parameters, *leaves]):
-        if by_backward or is_checkpointed:
+        if by_backward or is_checkpointed or is_apart:
             torch.autograd.backward(value)
             return True
         try:

@@ -34,8 +34,8 @@ from torch.utils.data import SequentialSampler
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightning_padmin import PadMinConfig, PadMinWarning
+from lightning_padmin.integrations.common import WholeSteps
 from lightning_padmin.integrations.trl import PadMinMixin
-from lightning_padmin.integrations.trl import offline as trl_offline
 
 RANK = int(os.environ["LOCAL_RANK"])
 ROWS, WINDOW = 6, 2
@@ -107,15 +107,16 @@ CONFIG = PadMinConfig(token_budget=32, launch_cost=4)
 
 def compared(kind: str) -> Any:
     checks: list[Any] = []
-    original = trl_offline.OfflineEngine._check_shards
+    original = WholeSteps._check_shards
 
-    def counted(self: Any, *arguments: Any) -> None:
-        original(self, *arguments)
+    def counted(self: Any, *arguments: Any) -> Any:
+        found = original(self, *arguments)
         checks.append(self._trainer.state.global_step)
+        return found
 
-    trl_offline.OfflineEngine._check_shards = counted  # type: ignore[method-assign]
+    WholeSteps._check_shards = counted  # type: ignore[method-assign]
     stock, ours = train(kind, None, InOrder), train(kind, CONFIG, InOrder)
-    trl_offline.OfflineEngine._check_shards = original  # type: ignore[method-assign]
+    WholeSteps._check_shards = original  # type: ignore[method-assign]
     return {
         "gradient": cases.gradient_difference(ours, stock),
         "metric": cases.metric_difference(ours, stock)[0] if RANK == 0 else 0.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +24,8 @@ from traces import changed, seen_of
 from transformers import TrainerCallback
 from trl_cases import qwen2
 
-from lightning_padmin.integrations.common import trainers, training
+from lightning_padmin.integrations.common import WholeSteps, trainers, training
 from lightning_padmin.integrations.trl import online as trl_engine
-from lightning_padmin.integrations.trl.offline import OfflineEngine
 from lightning_padmin.microbatching.batcher import MicroBatcher
 from lightning_padmin.runtime.keeper import Keeper
 from lightning_padmin.verification.gradient_check import check_gradients
@@ -243,8 +243,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Checked:
             return (module, *trainer)
 
         monkeypatch.setattr(place, "check_gradients", watched(place.check_gradients, roots, found))
-    offline = watched(OfflineEngine._check, lambda self, *_: (self._trainer,), found)
-    monkeypatch.setattr(OfflineEngine, "_check", offline)
+    whole = watched(WholeSteps._check, lambda self, *_: (self._trainer,), found)
+    monkeypatch.setattr(WholeSteps, "_check", whole)
     separates = watched(trl_engine.separates, lambda trainer, *_: (trainer,), found)
     monkeypatch.setattr(trl_engine, "separates", separates)
     return found
@@ -274,6 +274,16 @@ def test_figures_of_a_trainer_are_those_of_its_training(kind: str, checks: Check
     # A Trainer computes the loss once for each chunk, TRL's once for each batch.
     wanted = ours.padding_stats.micro_batches if kind == "trainer" else stock.calls()[0]
     assert ours.calls() == [wanted] * len(stock.calls())
+
+
+@pytest.mark.slow
+def test_figures_of_a_trainer_in_joint_mode(checks: Checked) -> None:
+    ours, stock = prepared("trainer", replace(BUDGET, mode="joint")), prepared("trainer", None)
+    ours.train()
+    assert checks
+    assert not any(checks), checks
+    stock.train()
+    assert ours.calls() == stock.calls()
 
 
 @pytest.mark.parametrize("kind", ["trainer", pytest.param("sft", marks=pytest.mark.slow)])

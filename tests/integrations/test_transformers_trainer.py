@@ -301,7 +301,7 @@ def test_mixed_precision() -> None:
 @pytest.mark.parametrize(
     ("options", "config", "told"),
     [
-        ({}, {"mode": "joint"}, "mode='joint': PadMinTrainerMixin splits batches"),
+        ({}, {"mode": "replay"}, "mode='replay': PadMinTrainerMixin knows 'split' and 'joint'"),
         ({}, {"normalize": "global"}, "average_tokens_across_devices"),
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1"),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,11 +33,11 @@ from trl_cases import (
 )
 
 from lightning_padmin import PadMinConfig
+from lightning_padmin.architectures.screening import Findings
 from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinWarning
-from lightning_padmin.integrations.common import Session
+from lightning_padmin.integrations.common import Session, Topology, WholeSteps, Words
 from lightning_padmin.integrations.trl import PadMinMixin
 from lightning_padmin.integrations.trl import hooks as trl_stock
-from lightning_padmin.integrations.trl.offline import OfflineEngine
 
 BUDGET = PadMinConfig(token_budget=128, launch_cost=8)
 KINDS: dict[str, tuple[type, type]] = {
@@ -223,12 +223,14 @@ def test_where_a_sharded_check_is_left_out_it_is_said_once(recwarn: pytest.Warni
     """Under FSDP it is done, by two processes in tests/distributed."""
 
     def engine(main: bool) -> Any:
-        made: Any = OfflineEngine.__new__(OfflineEngine)
         accelerator = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_main_process=main)
-        made._trainer, made._sharded_check_is_due = SimpleNamespace(accelerator=accelerator), True
-        made.session = Session("PadMinMixin", PadMinConfig(), is_main=main)
-        made._is_sharded, made._training = True, SimpleNamespace(to_audit=lambda batches: None)
-        return made
+        trainer = SimpleNamespace(accelerator=accelerator)
+        training = SimpleNamespace(
+            topology=Topology(kind="engine"), findings=Findings(), to_audit=lambda batches: None, ledger=None
+        )
+        session = Session("PadMinMixin", PadMinConfig(), is_main=main)
+        how: Any = {"sites": dict, "loss_tokens": len, "words": Words("", "", "")}
+        return WholeSteps(trainer, session, cast(Any, training), **how)
 
     first = engine(main=True)
     with pytest.warns(PadMinWarning, match="under DeepSpeed the first batch of SimpleNamespace is not checked"):

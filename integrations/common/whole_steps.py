@@ -1,0 +1,447 @@
+"""Whole steps of a trainer, as stock, with calls of models inside of them in chunks.
+
+Whatever a step does (weights of classes, losses that couple rows, state, hooks, logs, several passes) it does once per
+batch and on the whole of it; what is cut is the call of a model, which needs to know its own mask and nothing else. So
+batches need no schema and no declaration.
+
+Losses are compared, in chunks and as stock, where they are taken: in the trainer's own `compute_loss`, with the very
+arguments that the step has given it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_padmin.architectures import screen
+from lightning_padmin.batch import map_leaves
+from lightning_padmin.errors import GradientCheckError, OnlyBackwardError, PadMinError
+from lightning_padmin.forward import Calls, Forwards, chunked
+from lightning_padmin.integrations.common.first_batch import FirstBatches
+from lightning_padmin.integrations.common.session import Session
+from lightning_padmin.integrations.common.topology import Topology, ddp_of
+from lightning_padmin.integrations.common.trainers import look_for_whole_steps, untouched_trainer
+from lightning_padmin.integrations.common.training import Training
+from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
+from lightning_padmin.runtime import replaced, takes
+from lightning_padmin.stats import PaddingStats
+from lightning_padmin.verification import Outcome
+
+_MASK = "attention_mask"  # as models of transformers call it
+_MOST_LOSSES = 4  # of one step that are compared
+
+
+@dataclass(frozen=True)
+class Words:
+    """How findings are told, where trainers differ.
+
+    Attributes:
+        part: what runs in chunks.
+        reads: what may read padding.
+        fix: how to go on, as a sentence.
+        nothing: said once, if nothing has run in chunks in a step; None: nothing is.
+    """
+
+    part: str
+    reads: str
+    fix: str
+    nothing: str | None = None
+
+
+class WholeSteps:
+    """Runs the steps of one trainer.
+
+    Args:
+        trainer: has an accelerator, a `compute_loss` and training steps, as Trainers of transformers and TRL do.
+        session: of the adapter.
+        training: of the model.
+        sites: what runs in chunks, asked before each step.
+        loss_tokens: of a batch, for counts.
+        words: for messages.
+        without_trace: a context in which calls of the loss change nothing in the trainer; default: what `Trainer` of
+            transformers needs.
+        looks_at_padding: whether it is looked at if loss, gradients and logged values move with outputs at padding.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        session: Session,
+        training: Training,
+        *,
+        sites: Callable[[], dict[str, nn.Module]],
+        loss_tokens: Callable[[Any], int],
+        words: Words,
+        without_trace: Callable[[], AbstractContextManager[Any]] | None = None,
+        looks_at_padding: bool = True,
+    ) -> None:
+        self._trainer, self._training, self._sites, self._words = trainer, training, sites, words
+        self._session, self._topology = session, training.topology
+        self._loss_tokens, self._looks_at_padding = loss_tokens, looks_at_padding
+        self._logs: dict[str, Any] = {}
+        self._without_trace = without_trace or self._unlogged
+        config = replace(session.config, loss_reduction="row-mean", normalize="rank", layout="pad")
+        self._config = training.findings.options(config)
+        self._forwards: Forwards = {}
+        self._is_sharded = self._topology.kind in ("sharded", "engine")
+        # Ranks run equally many chunks only where forward passes are collective.
+        self._exchange = self._topology.exchange if self._is_sharded else Topology().exchange
+        self._first = FirstBatches(config.check != "off")
+        self._is_inside = self._is_due = False
+        self._losses: list[Callable[[], Any]] = []
+        self._waste = PaddingStats()
+
+    def in_place_of(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The stock training step, inside of which calls run in chunks; a step inside of one is a part of it."""
+
+        @wraps(stock)
+        def training_step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            if self._is_inside:
+                return stock(model, inputs, *args, **options)
+            self._is_inside = True
+            try:
+                return self._step(stock, model, inputs, *args, **options)
+            finally:
+                self._is_inside = self._is_due = False
+                self._losses.clear()  # nothing of the batch is kept
+
+        return training_step
+
+    def _step(self, stock: Callable[..., Any], model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        own, sites = self._unwrapped(model), self._sites()
+        look_for_whole_steps(self._training.hooks, own, list(sites.values()))
+        if not self._is_sharded:
+            wants = self._training.to_audit([inputs if isinstance(inputs, Mapping) else {}]) is not None
+            self._is_due = wants or self._first.is_due
+        tokens = self._loss_tokens(inputs)
+        heard = replaced(self._trainer, compute_loss=self._hearing(self._trainer.compute_loss))
+        with self._training.around(0, 2), self._chunked(sites) as calls, heard:
+            result = stock(model, inputs, *args, **options)
+        if not self._is_sharded:
+            self._settle(own)
+        if not calls and self._words.nothing is not None:
+            self._session.notices(self._words.nothing)
+        if calls:
+            self._session.count(replace(calls.total, loss_tokens=tokens))
+        return result
+
+    # Losses, as the step takes them.
+
+    def _hearing(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Every loss is checked, where that is due, before it is trained on, and its kind is noted."""
+        is_nested = False
+
+        @wraps(compute_loss)
+        def heard(*args: Any, **options: Any) -> Any:
+            nonlocal is_nested
+            if is_nested or self._is_sharded:
+                result = compute_loss(*args, **options)
+                if not is_nested:
+                    self._training.hear(_loss_of(result))
+                return result
+            is_nested = True
+            try:
+                given = _shallow(args), _shallow(options)
+
+                def again() -> Any:
+                    return _loss_of(compute_loss(*_fresh(given[0]), **_fresh(given[1])))
+
+                if len(self._losses) < _MOST_LOSSES:
+                    self._losses.append(again)
+                    if self._is_due:
+                        outcome = self._training.audited(lambda: self._check([again]))
+                        if self._first.is_due:
+                            self._first.heard(outcome)
+                result = compute_loss(*args, **options)
+            finally:
+                is_nested = False
+            self._training.hear(_loss_of(result))
+            return result
+
+        return heard
+
+    def _settle(self, model: nn.Module) -> None:
+        losses = list(self._losses)
+        try:
+            self._training.settle(lambda rows: self._check(losses) if losses else None)
+        except GradientCheckError:
+            model.zero_grad(set_to_none=True)  # which are of another loss than stock's
+            raise
+
+    # What a check runs.
+
+    def _check(self, losses: Sequence[Callable[[], Any]]) -> Outcome:
+        """Gradients of losses with and without chunks; raises on all ranks."""
+        model, trainer = self._trainer.model_wrapped, self._trainer
+        module, settled = self._unwrapped(model), self._is_settled
+        outcomes = []
+        for loss in losses:
+            self._waste = PaddingStats()
+            with _un_reduced(model):
+                found = apart(
+                    loss,
+                    module,
+                    self._ways,
+                    trainer=trainer,
+                    without_trace=self._without_trace,
+                    exchange=self._topology.exchange,
+                    logged=(lambda: self._logs) if self._looks_at_padding else None,
+                    settled=settled,
+                )
+            outcomes.append(self._judged(found))
+        worst = max(outcomes, key=lambda each: (not each.told, each.difference))
+        kinds = frozenset().union(*(each.losses for each in outcomes))
+        return replace(worst, losses=kinds)
+
+    def before_window(self, batches: Sequence[Any], num_items_in_batch: Any = None) -> None:
+        """Checks a batch where parameters are sharded: passes are collective, and gradients are reduced.
+
+        Not in the training step, which may run where their reduction waits for the end of a window.
+        """
+        if not (self._is_sharded and batches):
+            return
+        most = self._training.to_audit(batches)
+        if most is None and not self._first.is_due:
+            return
+        if self._topology.kind == "sharded":
+            outcome = self._training.audited(lambda: self._check_shards(batches[most or 0], num_items_in_batch))
+            self._first.heard(outcome)
+            return
+        self._first.is_due = False
+        self._session.notices(
+            f"under DeepSpeed the first batch of {type(self._trainer).__name__} is not checked (its engine takes "
+            "every backward pass for a step's). A few steps on one device, or under DDP or FSDP, tell whether your "
+            "loss reads padding; check='off' silences this"
+        )
+
+    def _check_shards(self, inputs: Any, num_items_in_batch: Any) -> Outcome:
+        """`_check` on shards: each rank sketches its own, and differences are taken over all ranks."""
+        model, trainer = self._trainer.model_wrapped, self._trainer
+        prepared = trainer._prepare_inputs(inputs)
+
+        def loss() -> Any:
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(model, _fresh(prepared), num_items_in_batch=num_items_in_batch)
+
+        self._waste = PaddingStats()
+        exchange = self._topology.exchange
+        found = apart_on_shards(loss, model, self._ways, without_trace=self._without_trace, exchange=exchange)
+        return self._judged(found)
+
+    @property
+    def _ways(self) -> list[Callable[[], AbstractContextManager[Any]]]:
+        return [self._as_stock, self._in_chunks]
+
+    @contextmanager
+    def _as_stock(self) -> Iterator[None]:
+        """Models run whole, inside of a step in chunks too."""
+        with ExitStack() as stack:
+            for module in self._sites().values():
+                forward = vars(module).get("forward")
+                if forward is not None and hasattr(forward, "padmin_stands_for"):
+                    own = forward.padmin_stands_for or type(module).forward.__get__(module)
+                    stack.enter_context(replaced(module, forward=own))
+            yield
+
+    @contextmanager
+    def _in_chunks(self) -> Iterator[None]:
+        """In the check as in training, so that what is said once is."""
+        with ExitStack() as stack:
+            stack.enter_context(self._as_stock())
+            calls = stack.enter_context(self._chunked(self._sites()))
+            try:
+                yield
+            except (PadMinError, OnlyBackwardError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise GradientCheckError(
+                    f"first-batch check: the step fails with {self._words.part} in chunks, and not without "
+                    f"({type(error).__name__}: {error}): what one call leaves for the rest of the step is there for "
+                    f"the last chunk alone. {self._words.fix}"
+                ) from error
+            self._waste = calls.total
+
+    def _chunked(self, sites: dict[str, nn.Module]) -> AbstractContextManager[Calls]:
+        return chunked(sites, self._config, self._exchange, kept=self._forwards)
+
+    def _judged(self, found: Apart) -> Outcome:
+        part, words = self._words.part, self._words
+        if found.is_too_far:
+            raise GradientCheckError(
+                f"first-batch check: gradients with {part} in chunks differ from the stock ones: relative "
+                f"difference {found.value:.2g} (limit {found.limit:.0e}), {found.where}. {words.reads} reads padding. "
+                f"{words.fix}"
+            )
+        if found.reads_padding:
+            what = ", ".join(found.moved[:4]) or "what another rank computes"
+            raise GradientCheckError(
+                f"first-batch check: {what} of the step depends on outputs where rows have padding, which are not "
+                f"computed with {part} in chunks: zeros stand there. Mask outputs by the attention mask. {words.fix}"
+            )
+        # A batch without padding, or one of which nothing ran in chunks, tells nothing of later ones.
+        had_padding = bool(self._topology.exchange([int(self._waste.waste_before > 0)]).any())
+        if found.is_random:
+            told = "the loss is another function at each call, so whether chunks change it cannot be told"
+        elif not found.told:
+            told = "stock gradients are zero or not finite, which tells nothing"
+        else:
+            told = f"gradients with {part} in chunks are the stock ones (relative difference {found.value:.1e})"
+        return Outcome(
+            found.value,
+            found.told,
+            (found.told or found.is_random) and had_padding,
+            found.is_random,
+            told,
+            losses=found.losses,
+            limit=found.limit,
+        )
+
+    @property
+    def _is_settled(self) -> bool:
+        ledger = self._training.ledger
+        return ledger is not None and ledger.has_passed and not ledger.new and not self._first.is_due
+
+    @contextmanager
+    def _unlogged(self) -> Iterator[None]:
+        """What the trainer logs inside is listened to, and not logged; nothing stays in it."""
+        self._logs = {}
+
+        def log(logs: Mapping[str, Any], *args: Any, **options: Any) -> None:
+            self._logs |= logs
+
+        untouched = untouched_trainer(self._trainer) if self._is_sharded else nullcontext()
+        with untouched, replaced(self._trainer, log=log):
+            yield
+
+    def _unwrapped(self, model: Any) -> nn.Module:
+        module: nn.Module = self._trainer.accelerator.unwrap_model(model)
+        return module
+
+
+class Sites:
+    """Models of transformers that a Trainer holds, as they are now, by name: their backbones, where they have one.
+
+    Args:
+        trainer: its own attributes are looked through, and lists and dictionaries in these: a teacher, the module of a
+            loss.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._held: list[nn.Module] = []
+        self._found: dict[str, nn.Module] = {}
+
+    def __call__(self) -> dict[str, nn.Module]:
+        """Looks through them when the trainer holds others than at the last call."""
+        named = dict(_held_by(self._trainer))
+        held = list(named.values())
+        if len(held) != len(self._held) or any(a is not b for a, b in zip(held, self._held, strict=True)):
+            self._held, self._found = held, _sites(named)
+        return self._found
+
+    def refuse(self) -> None:
+        """Raises ArchitectureError where outputs for a row depend on the rows that run with it."""
+        for module in self().values():
+            screen(module, tolerate={"batch-norm", "balance-loss"}).refuse()
+
+
+def _held_by(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
+    yield "", trainer.accelerator.unwrap_model(trainer.model)
+    for name, value in vars(trainer).items():
+        if name in ("model", "model_wrapped"):
+            continue
+        if isinstance(value, nn.Module):
+            yield name, value
+        elif type(value) in (list, tuple, dict):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(each, nn.Module):
+                    yield f"{name}[{key!r}]", each
+
+
+def _sites(held: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for name, module in held.items():
+        for where, site in _inside(name, module, seen):
+            found[where] = site
+    return found
+
+
+def _inside(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost models of transformers at or below a module, each once."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if _is_model(module):
+        backbone = _backbone(module)
+        if id(backbone) not in seen or backbone is module:
+            seen.add(id(backbone))
+            yield name, backbone
+        seen.update(map(id, module.modules()))
+        return
+    for key, child in module.named_children():
+        yield from _inside(f"{name}.{key}" if name else key, child, seen)
+
+
+def _is_model(module: nn.Module) -> bool:
+    has_config = isinstance(getattr(getattr(module, "config", None), "model_type", None), str)
+    # What PEFT wraps around a model looks like one.
+    return has_config and not hasattr(module, "get_base_model") and takes(module, _MASK, by_name=True)
+
+
+def _backbone(module: nn.Module) -> nn.Module:
+    inner = getattr(module, "base_model", None)
+    is_inside = isinstance(inner, nn.Module) and inner is not module and takes(inner, _MASK, by_name=True)
+    return inner if is_inside and isinstance(inner, nn.Module) else module
+
+
+def _loss_of(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _shallow(node: Any) -> Any:
+    """Containers of a batch copied, so that entries that somebody takes out of them are still there."""
+    if isinstance(node, tuple | list) and type(node) in (tuple, list):
+        return type(node)(_shallow(each) for each in node)
+    if isinstance(node, Mapping):
+        try:
+            return map_leaves(node, lambda path, leaf: leaf)
+        except Exception:  # of a kind that cannot be made anew
+            return node
+    return node
+
+
+def _fresh(node: Any) -> Any:
+    """The same with tensors copied, which a pass may write into."""
+    if type(node) in (tuple, list):
+        return type(node)(_fresh(each) for each in node)
+    if type(node) is dict:
+        return {name: _fresh(each) for name, each in node.items()}
+    if isinstance(node, Mapping):
+        try:
+            return map_leaves(node, lambda path, leaf: _fresh(leaf))
+        except Exception:
+            return node
+    return node.clone() if isinstance(node, Tensor) and not node.requires_grad else node
+
+
+@contextmanager
+def _un_reduced(model: nn.Module) -> Iterator[None]:
+    """Passes inside are none of DistributedDataParallel's, and go past its forward."""
+    with ExitStack() as stack:
+        for wrapper in ddp_of(model):
+            if getattr(wrapper, "mixed_precision", None) is None:
+                stack.enter_context(replaced(wrapper, forward=wrapper.module))
+            else:
+                stack.enter_context(replaced(wrapper, require_forward_param_sync=False))
+                stack.enter_context(wrapper.no_sync())
+        yield
+
+
+__all__ = ["Sites", "WholeSteps", "Words"]
