@@ -145,6 +145,23 @@ class Stock(Embeds):
         return self.encoder(x.transpose(0, 1), mask, src_key_padding_mask=real == 0).transpose(0, 1)  # type: ignore[no-any-return]
 
 
+class Translates(nn.Module):
+    """Two sequences with masks of their own: one is cut, the other goes with its rows."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        layer = nn.TransformerDecoderLayer(HIDDEN, 2, 16, batch_first=True)
+        both = nn.Transformer(HIDDEN, 2, 1, 1, 16, batch_first=True)
+        self.whole, self.inner = whole, both if whole else nn.TransformerDecoder(layer, 1)
+
+    def forward(self, source: Tensor, target: Tensor, of_source: Tensor, of_target: Tensor) -> Tensor:
+        masks = {"memory_key_padding_mask": of_source, "tgt_key_padding_mask": of_target}
+        if self.whole:
+            return self.inner(source, target, src_key_padding_mask=of_source, **masks)  # type: ignore[no-any-return]
+        return self.inner(target, source, **masks)  # type: ignore[no-any-return]
+
+
 class Towers(nn.Module):
     """Two encoders, and one of them called twice."""
 
@@ -263,6 +280,13 @@ def _choices() -> tuple[Tensor, Tensor]:
     return ids.view(3, 2, WIDTH), mask.view(3, 2, WIDTH)
 
 
+def _pairs() -> tuple[Tensor, ...]:
+    torch.manual_seed(2)
+    of_target = torch.arange(max(LENGTHS)) >= torch.tensor(LENGTHS)[:, None]
+    source = torch.randn(ROWS, 10, HIDDEN), torch.arange(10) >= torch.tensor([3, 10, 4, 2, 5, 6])[:, None]
+    return source[0], torch.randn(ROWS, max(LENGTHS), HIDDEN), source[1], of_target
+
+
 def exact() -> dict[str, Make]:
     """By name: a module, positional and named inputs."""
     ids, mask, lengths = inputs()
@@ -283,6 +307,8 @@ def exact() -> dict[str, Make]:
         "torch, batch first": lambda: (Stock(True), (ids, mask), {}),
         "torch, width first": lambda: (Stock(False), (ids, mask), {}),
         "torch, causal": lambda: (Stock(False), (ids, mask, True), {}),
+        "torch, both sides": lambda: (Translates(True), _pairs(), {}),
+        "torch, a decoder": lambda: (Translates(False), _pairs(), {}),
         "towers": lambda: (Towers(), (short, short.flip(1), mask[:, : max(LENGTHS)]), {}),
     }
 

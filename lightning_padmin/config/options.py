@@ -47,7 +47,7 @@ _INTEGERS: dict[str, tuple[int | None, bool]] = {
     "ignore_index": (None, False),
     "pad_token_id": (0, True),
 }
-_CALL_MASK = re.compile(r"(?:~|lengths:)?[^\W\d]\w*")
+_CALL_MASK = re.compile(r"(?:~|lengths:)?[^\W\d]\w*(?:\.\w+)*")
 _SHORT = ("label_shift",)  # far below 2^31
 _STRINGS: dict[str, bool] = {
     "mask_key": False,

@@ -31,8 +31,10 @@ from lightning_padmin.forward.arguments import (
     leaves,
     readings_of,
     rebuilt,
+    value_at,
 )
 from lightning_padmin.forward.calls import CallMask, CallSite
+from lightning_padmin.forward.padded_forward import PaddedForward
 from lightning_padmin.forward.places import LEAST_WIDTH, Places, joined, places_of, real_slots, sizes, with_fill
 from lightning_padmin.microbatching import MicroBatcher, MicroBatches, SlotMap
 from lightning_padmin.runtime import ModuleState, without_dropout
@@ -81,13 +83,14 @@ class AnyCalls:
         self._batcher = MicroBatcher(replace(config.without_loss(), **plain))
         self._memory = _MEMORIES.setdefault(site.module, Memory())
 
-    def speaks_with(self, other: AnyCalls) -> None:
+    def speaks_with(self, other: AnyCalls | PaddedForward) -> None:
         """What one of the two has said, the other does not say again."""
         self._batcher.speaks_with(other._batcher)
 
     def mask_of(self, arguments: Mapping[str, Any]) -> CallMask | None:
         """What says what is padding in a call; None where nothing does."""
-        return next((mask for mask in self._site.masks if arguments.get(mask.argument) is not None), None)
+        masks = self._site.masks or (CallMask("attention_mask", "mask"),)  # of a model of transformers
+        return next((mask for mask in masks if value_at(arguments, mask.argument) is not None), None)
 
     def run(
         self, original: Callable[..., Any], bound: inspect.BoundArguments, given: CallMask
@@ -156,6 +159,7 @@ class AnyCalls:
             AsItCame: it has not.
         """
         state = ModuleState(self._module)
+        torch.clear_autocast_cache()
         try:
             with state.watching(), without_dropout(self._module) as watch, torch.no_grad():
                 whole = call.whole()
@@ -170,6 +174,7 @@ class AnyCalls:
                 changes = state.changes()
         finally:
             state.restore()
+            torch.clear_autocast_cache()  # of weights without a graph, which the step would use
         if changes:
             raise AsItCame(f"it writes to itself in each call ({changes[0].path})")
         return _compared(places, whole, found, parts, batches, watch.saw_half)
@@ -305,13 +310,13 @@ class _Call:
 
 def _key(module: nn.Module, entries: Entries, readings: Mapping[str, Reading], *, rolled: bool) -> Key:
     """What a proof holds for: whether it trains, and of each entry what it is."""
-    parts: list[Any] = [module.training, rolled, entries.mask]
+    parts: list[Any] = [module.training, rolled, entries.mask, entries.kind]
     for path, leaf in entries.leaves.items():
         if path in readings:
             reading = readings[path]
             parts.append((path, reading.kind, reading.row_dim, reading.position_dims, getattr(leaf, "dtype", None)))
         else:
-            parts.append((path, leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)))
+            parts.append((path, leaf if isinstance(leaf, bool | str | None) else type(leaf)))
     return tuple(parts)
 
 

@@ -142,6 +142,15 @@ class Entries:
         return self.real.shape[1]
 
 
+def value_at(arguments: Mapping[str, Any], path: str) -> Any:
+    """What is there; None where there is nothing."""
+    node: Any = arguments
+    for name in path.split("."):
+        children = _children(node) or {}
+        node = next((child for key, child in children.items() if str(key) == name), None)
+    return node
+
+
 def entries_of(arguments: Mapping[str, Any], given: CallMask, known: Readings) -> Entries | None:
     """The entries of a call; None where nothing says what is padding in a way that is understood.
 
@@ -153,7 +162,7 @@ def entries_of(arguments: Mapping[str, Any], given: CallMask, known: Readings) -
         is_odd = isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested or leaf.is_meta)
         if is_odd or isinstance(leaf, PackedSequence):
             raise AsItCame(f"{path!r} is packed, nested or sparse, so its rows are not to be told")
-    value = arguments[given.argument]
+    value = value_at(arguments, given.argument)
     real = _from_lengths(value, found, known) if given.kind == "lengths" else _from_mask(value, given.kind)
     return None if real is None else Entries(found, given.argument, given.kind, real)
 

@@ -44,7 +44,7 @@ class CallMask:
     """An argument that says what is padding.
 
     Attributes:
-        argument: its name in `forward`.
+        argument: its name in `forward`, or the path of an entry inside of it: `"batch.mask"`.
         kind: `"mask"` is nonzero on real tokens, `"padding"` on padding, `"lengths"` holds one length per row.
     """
 
@@ -166,7 +166,7 @@ def _declared(pattern: str, value: str, name: str, module: nn.Module) -> CallMas
     argument = value.removeprefix("~").removeprefix("lengths:")
     own = _parameters(module)
     named = [each for each, parameter in own.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
-    if argument not in named:
+    if argument.split(".")[0] not in own or argument in set(own) - set(named):
         raise ConfigError(
             f"call_masks[{pattern!r}]={value!r}: {type(module).__name__}.forward of {name!r} has no argument "
             f"{argument!r}; give one of {listed(named)}"

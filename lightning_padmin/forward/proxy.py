@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -30,6 +30,7 @@ from lightning_padmin.verification import PackGate
 
 # What transformers calls them, whatever the entries of the batch are called.
 _MASK, _LABELS, _DECODER_MASK = "attention_mask", "labels", "decoder_attention_mask"
+_CHECKPOINTED = "it is called inside of torch.utils.checkpoint, which runs it again outside of the step"
 _TARGETS = ("label", "start_positions", "end_positions", "return_loss")
 
 Forwards: TypeAlias = "dict[tuple[int, str], PaddedForward | AnyCalls]"
@@ -158,50 +159,63 @@ class _Proxy:
     def _forward(self, *args: Any, **inputs: Any) -> Any:
         raise NotImplementedError
 
+    def _tried(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[Any] | None:
+        """Outputs of a call that has been proven to be the same in chunks; None where there is nothing to remove.
 
-class _AnyProxy(_Proxy):
-    """Of a module that is no model of transformers."""
-
-    def _forward(self, *args: Any, **inputs: Any) -> Any:
-        signature = inspect.signature(self._original)
+        Raises:
+            AsItCame: there is, and it cannot run in chunks.
+        """
         try:
-            bound = signature.bind(*args, **inputs)
+            bound = inspect.signature(self._original).bind(*args, **inputs)
         except TypeError:  # which the module's own call says
-            return self._original(*args, **inputs)
-        calls = self._calls()
+            return None
+        calls = cast("AnyCalls", self._kept("", lambda: AnyCalls(self._site, self._run.config)))
         given = calls.mask_of(bound.arguments)
         if given is None:
-            return self._original(*args, **inputs)
+            return None
+        if not self._run.is_alone:
+            raise AsItCame("parameters are sharded, and only models of transformers run in chunks then")
+        if _is_checkpointed():
+            raise AsItCame(_CHECKPOINTED)
         before = RandomState()
         try:
-            if not self._run.is_alone:
-                raise AsItCame("parameters are sharded, and only models of transformers run in chunks then")
-            if _is_checkpointed():
-                raise AsItCame("it is called inside of torch.utils.checkpoint, which runs it again outside of the step")
             with self._run.inside():
                 result = calls.run(self._original, bound, given)
         except OutOfMemoryError:
             raise
         except (AsItCame, PadMinError) as refused:
             before.restore()
-            self._run.left(self._site, str(refused))
-            result = None
+            raise AsItCame(str(refused)) from None
         if result is None:
-            return self._original(*args, **inputs)
+            return None
         outputs, batches = result
         self._run.took(self._site, batches.stats)
-        return outputs
+        return (outputs,)
 
-    def _calls(self) -> AnyCalls:
-        key = id(self._model), ""
-        made = self._run.kept.get(key)
-        if made is None:
-            made = AnyCalls(self._site, self._run.config)
-            for (_, mask), other in self._run.kept.items():
-                if not mask:
-                    made.speaks_with(cast("AnyCalls", other))
-            self._run.kept[key] = made
-        return cast("AnyCalls", made)
+    def _kept(self, mask: str, make: Callable[[], PaddedForward | AnyCalls]) -> PaddedForward | AnyCalls:
+        kept, key = self._run.kept, (id(self._model), mask)
+        if key not in kept:
+            made: Any = make()
+            for other in kept.values():  # a training says a thing once, not for each of its models
+                made.speaks_with(other)
+            kept[key] = made
+        return kept[key]
+
+
+class _AnyProxy(_Proxy):
+    """Of a module that is no model of transformers."""
+
+    def _forward(self, *args: Any, **inputs: Any) -> Any:
+        why = ""
+        try:
+            found = self._tried(args, inputs)
+            if found is not None:
+                return found[0]
+        except AsItCame as refused:
+            why = str(refused)
+        if why:
+            self._run.left(self._site, why)
+        return self._original(*args, **inputs)
 
 
 class _ModelProxy(_Proxy):
@@ -223,17 +237,22 @@ class _ModelProxy(_Proxy):
         if mask is None:  # nothing says what is padding
             return self._original(**inputs)
         if self._run.tell is None and not self._site.has_inside:
-            return self._in_chunks(own_name, dict(inputs))
+            try:
+                return self._in_chunks(own_name, dict(inputs))
+            except _Refused as refused:
+                raise refused.error from None
         why = self._why_not(own_name, inputs)
         if why is None:
-            before = RandomState()
             try:
                 return self._in_chunks(own_name, self._with_decoder_mask(inputs))
-            except OutOfMemoryError:
-                raise
-            except PadMinError as refused:
-                before.restore()
+            except _Refused as refused:
                 why = str(refused)
+            try:  # entries and outputs may be others than its library's
+                found = self._tried((), inputs)
+                if found is not None:
+                    return found[0]
+            except AsItCame:
+                pass
         if why:
             self._run.left(self._site, why)
         return self._original(**inputs)
@@ -241,12 +260,20 @@ class _ModelProxy(_Proxy):
     def _in_chunks(self, own_name: str, inputs: dict[str, Any]) -> Any:
         if inputs.get(_LABELS) is None:  # backbones are passed on what only the head reads
             inputs.pop("num_items_in_batch", None)
+        before = RandomState()
         padded = self._padded(own_name)
         try:
             with self._run.inside():
                 outputs = padded(**inputs)
             assert padded.micro_batches is not None
             self._run.took(self._site, padded.micro_batches.stats)
+        except OutOfMemoryError:
+            raise
+        except PadMinError as error:
+            if padded.micro_batches is not None and not self._run.is_alone:
+                raise  # other ranks have run their chunks, and go on
+            before.restore()
+            raise _Refused(error) from error
         finally:
             padded.micro_batches = None  # the batch is not to live until the next call
         return outputs
@@ -259,7 +286,7 @@ class _ModelProxy(_Proxy):
         if self._run.is_alone and bool((mask == 1).all()):
             return ""
         if _is_checkpointed():
-            return "it is called inside of torch.utils.checkpoint, which runs it again outside of the step"
+            return _CHECKPOINTED
         inside = "" if self._site.has_inside else "the model would take its loss of each chunk: call it without "
         for name, value in inputs.items():
             is_target = any(part in name for part in _TARGETS) and name != _LABELS
@@ -284,16 +311,19 @@ class _ModelProxy(_Proxy):
         return added
 
     def _padded(self, mask: str) -> PaddedForward:
-        key = id(self._model), mask
-        made = self._run.kept.get(key)
-        if made is None:
+        def make() -> PaddedForward:
             config = replace(self._config, mask_key=mask)
-            made = PaddedForward(self._model, config, exchange=self._run.exchange, gate=self._run.gate)
-            for (_, name), other in self._run.kept.items():  # a training says a thing once, not for each of its models
-                if name:
-                    made.speaks_with(cast("PaddedForward", other))
-            self._run.kept[key] = made
-        return cast("PaddedForward", made)
+            return PaddedForward(self._model, config, exchange=self._run.exchange, gate=self._run.gate)
+
+        return cast("PaddedForward", self._kept(mask, make))
+
+
+class _Refused(Exception):
+    """A model's call that could not run in chunks; nothing is left of the attempt."""
+
+    def __init__(self, error: PadMinError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def _is_checkpointed() -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import call_modules
+import numpy as np
 import pytest
 import torch
 from call_modules import LENGTHS, Attends, Packed, Towers, inputs
@@ -114,9 +115,9 @@ def test_what_is_not_exact_runs_as_it_came(name: str) -> None:
     before = torch.get_rng_state()
     wanted = other(*(each.clone() for each in args), **named)
     torch.set_rng_state(before)
-    with chunked(call_sites(nn.ModuleDict({"m": module}), CONFIG), CONFIG) as calls:
-        with pytest.warns(PadMinWarning, match=f"calls of 'm' .* run as they came, with their padding: .*{why}"):
-            got = module(*args, **named)
+    warns = pytest.warns(PadMinWarning, match=f"calls of 'm' .* run as they came, with their padding: .*{why}")
+    with warns, chunked(call_sites(nn.ModuleDict({"m": module}), CONFIG), CONFIG) as calls:
+        got = module(*args, **named)
     assert torch.equal(got, wanted)
     assert list(calls) == []
     assert calls.as_they_came == {"m": 1}
@@ -139,7 +140,9 @@ def test_sites() -> None:
     config = replace(CONFIG, call_masks={"m.q*": "off", "m": "lengths:real"})
     found = sites_of(towers, config)
     assert [(name, each.has_inside) for name, each in found.items()] == [("m", True), ("m.document", False)]
-    assert list(sites_of(torch.compile(towers))) == []  # one graph, into which nothing is put
+    compiled = nn.Module()
+    compiled._orig_mod = towers
+    assert list(sites_of(compiled)) == []  # one graph, into which nothing is put
 
 
 @pytest.mark.parametrize(
@@ -213,3 +216,55 @@ def test_inside_of_a_checkpoint_calls_run_as_they_came() -> None:
     hidden.sum().backward()
     assert calls.chunked == {}
     assert "inside of torch.utils.checkpoint" in told[0]
+
+
+def test_rows_behind_padding() -> None:
+    """Rolled where the module does not count columns, after that has been proven for rolled rows; else as it came."""
+    ids, mask, _ = inputs()
+    attends = Attends()
+    for flipped in (mask, mask.flip(1)):
+        outputs, calls, told = run(attends, (ids, flipped), {})
+        wanted = attends(ids, flipped)
+        assert float((outputs[0] - wanted[0])[flipped != 0].detach().abs().max()) <= 1e-12
+        assert (dict(calls.chunked), told) == ({"m": 1}, [])
+    extras, _, named = call_modules.exact()["extras"]()
+    _, calls, told = run(extras, (ids, mask.flip(1)), named)
+    assert calls.chunked == {}  # a table of columns: rows begin in the first one, and there is nothing to remove
+    assert told == []
+
+
+def test_weights_that_autocast_keeps_have_their_graph() -> None:
+    """The proof runs without one, in the same autocast; what it has cast is not what the step uses."""
+    attends = Attends().float()
+    ids, mask, _ = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16), chunked(sites_of(attends), CONFIG) as calls:
+        hidden = attends(ids, mask)[0]
+    assert calls.chunked == {"m": 1}
+    hidden[mask != 0].float().square().sum().backward()
+    assert attends.linear.weight.grad is not None
+    assert attends.linear.weight.grad.any()
+
+
+def test_a_mask_inside_of_an_argument() -> None:
+    class Takes(Attends):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+            return super().forward(batch["ids"], batch["real"])[0]
+
+    module, (ids, mask, _) = Takes(), inputs()
+    batch = {"ids": ids, "real": mask}
+    config = replace(CONFIG, call_masks={"m": "batch.real"})
+    assert sites_of(module) == {}
+    with chunked(sites_of(module, config), config) as calls:
+        outputs = module(batch)
+    assert calls.chunked == {"m": 1}
+    assert float((outputs - module(batch))[mask != 0].detach().abs().max()) <= 1e-12
+
+
+def test_under_shards_other_modules_run_as_they_came() -> None:
+    """Ranks would have to agree on each of their calls."""
+    attends = Attends()
+    ids, mask, _ = inputs()
+    outputs, calls, told = run(attends, (ids, mask), {}, exchange=lambda values: np.asarray([values]))
+    assert torch.equal(outputs[0], attends(ids, mask)[0])
+    assert calls.chunked == {}
+    assert "parameters are sharded" in told[0]
