@@ -130,6 +130,7 @@ class PadMinCallback(pl.Callback):
         method: Literal["optimal", "greedy"] = "optimal",
         log_prefix: str = "padmin/",
         log_reduce: Mapping[str, LogReduction] | None = None,
+        call_masks: Mapping[str, str] | None = None,
         enabled: bool = True,
         config: PadMinConfig | None = None,
     ) -> None:
@@ -138,6 +139,7 @@ class PadMinCallback(pl.Callback):
         given = {name: value for name, value in locals().items() if name in option_names()}
         given["batch_schema"] = {} if batch_schema is None else batch_schema
         given["log_reduce"] = {} if log_reduce is None else log_reduce
+        given["call_masks"] = {} if call_masks is None else call_masks
         self.config = _one_config(PadMinConfig(**given), config)
         self._session = Session(
             "PadMinCallback",
