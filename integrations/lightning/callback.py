@@ -20,7 +20,6 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
-from torch import nn
 
 from lightning_padmin.batch import Field
 from lightning_padmin.config import (
@@ -39,7 +38,7 @@ from lightning_padmin.errors import (
     OutOfMemoryError,
     PeerError,
 )
-from lightning_padmin.forward import Forwards, chunked, transformers_models
+from lightning_padmin.forward import CallSite, Forwards, call_sites, chunked, transformers_models
 from lightning_padmin.integrations.common import (
     Ladder,
     Session,
@@ -58,7 +57,7 @@ from lightning_padmin.integrations.lightning.supported import (
     fix_of_hooks,
     heed_architecture,
     refuse_combined_loaders,
-    refuse_no_models,
+    refuse_no_sites,
     refuse_unsupported,
     why_not_pack,
     why_not_split,
@@ -154,7 +153,7 @@ class PadMinCallback(pl.Callback):
         self._topology = Topology()
         self._restore: Callable[[], None] | None = None
         self._ladder: Ladder | None = None
-        self._models: dict[str, nn.Module] = {}  # whose calls run in chunks, where batches stay whole
+        self._sites: dict[str, CallSite] = {}  # calls that run in chunks, where batches stay whole
         self._batchers: dict[bool, MicroBatcher] = {}  # for batches that stay whole, and for those that do not
         self._checks: dict[bool, FirstBatchCheck] = {}
         self._checked: weakref.ref[pl.LightningModule] | None = None
@@ -190,7 +189,7 @@ class PadMinCallback(pl.Callback):
         refuse_unsupported(trainer, pl_module, self.config.mode, PadMinCallback)
         self._topology = lightning_loop.topology_of(trainer)
         if self.config.mode != "split" and pl_module.automatic_optimization:
-            self._models = transformers_models(pl_module)
+            self._sites = call_sites(pl_module, self.config)
         try:
             self._begin(trainer, pl_module)
         except MisconfigurationException:
@@ -204,16 +203,16 @@ class PadMinCallback(pl.Callback):
         """Finds out which way the first batch goes; refuses what is known to be another training."""
         mode, may_change = self.config.mode, self.config.mode == "auto" and module.automatic_optimization
         if mode == "joint":
-            refuse_no_models(self._models)
+            refuse_no_sites(self._sites)
         why = None if mode == "joint" else why_not_split(module, self.config.pad_to_multiple_of)
-        if why is not None and not (may_change and self._models):
+        if why is not None and not (may_change and self._sites):
             raise MisconfigurationException(why)
         self._training = training = self._make_training(module, joint=mode == "joint" or why is not None)
         heed_architecture(training)
         self._session.audits.prove_in(lightning_loop.log_folder(trainer))
         self._session.begin()
         self._trainer = trainer
-        ways: list[Way] = ["split", "joint", "as it came"] if self._models else ["split", "as it came"]
+        ways: list[Way] = ["split", "joint", "as it came"] if self._sites else ["split", "as it came"]
         kept = partial(lightning_loop.why_way_is_kept, trainer)
         self._ladder = Ladder(training, ways if may_change else [], self.config.token_budget, kept)
         if why is not None:
@@ -221,7 +220,7 @@ class PadMinCallback(pl.Callback):
         try:
             self._look_at_hooks()
         except GradientHookError as error:
-            if not (may_change and self._models) or training.way != "split":
+            if not (may_change and self._sites) or training.way != "split":
                 raise MisconfigurationException(str(error)) from None
             self._ladder.begin("joint", str(error))
             self._look_at_hooks()
@@ -255,10 +254,9 @@ class PadMinCallback(pl.Callback):
             return None
         if joint not in self._checks:
             assert self._trainer is not None
-            models = self._models if joint else {}
-            check = FirstBatchCheck(
-                self._trainer, self._session, training, self._config_of(joint), models, self._forwards
-            )
+            sites = self._sites if joint else {}
+            config, kept = self._config_of(joint), self._forwards
+            check = FirstBatchCheck(self._trainer, self._session, training, config, sites, kept, self._tells)
             if self._checked is not None and self._checked() is training.model and joint == self._checked_joint:
                 batches = check.batches
                 batches.is_due = False  # an earlier fit of this module has told
@@ -269,6 +267,11 @@ class PadMinCallback(pl.Callback):
     @property
     def _is_split(self) -> bool:
         return self._training is None or self._training.way == "split"
+
+    @property
+    def _tells(self) -> Callable[[str], None] | None:
+        """Told why calls run as they came; where a way was asked for, what cannot be had is an error."""
+        return self._session.notices if self.config.mode == "auto" else None
 
     def _config_of(self, joint: bool) -> PadMinConfig:
         """What the loss is reduced to is nobody's concern where it sees whole batches."""
@@ -421,7 +424,7 @@ class PadMinCallback(pl.Callback):
         """Copies are not part of a running fit, and do not drag the module along: Lightning sets its `log` here."""
         own = {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
         running = ("_restore", "_ladder", "_checked", "_trainer", "_training", "_running")
-        of_fit: dict[str, Any] = {name: {} for name in ("_forwards", "_models", "_batchers", "_checks")}
+        of_fit: dict[str, Any] = {name: {} for name in ("_forwards", "_sites", "_batchers", "_checks")}
         return own | dict.fromkeys(running) | of_fit | {"_session": copy.copy(self._session)}
 
     def _belongs_to_another(self, trainer: pl.Trainer) -> bool:
@@ -439,7 +442,7 @@ class PadMinCallback(pl.Callback):
         self._session.meter.drop_unlogged()
         self._session.audits.end()
         self._restore = self._ladder = self._trainer = self._training = self._running = None
-        self._forwards, self._models, self._batchers, self._checks = {}, {}, {}, {}
+        self._forwards, self._sites, self._batchers, self._checks = {}, {}, {}, {}
 
     def _make_training(self, module: pl.LightningModule, *, joint: bool) -> Training:
         training = Training(
@@ -514,8 +517,8 @@ class PadMinCallback(pl.Callback):
             training.look(wrapper=self._trainer.strategy.model)
             return
         # One backward pass per batch: hooks on parameters fire as ever, unless checkpoints are passes of their own.
-        models = self._models.values()
-        training.look(models, parameters=any(map(reenters, models)))
+        modules = [site.module for site in self._sites.values()]
+        training.look(modules, parameters=any(map(reenters, modules)))
 
     def _read(self, kwargs: OrderedDict[str, Any]) -> None:
         training, check = self._training, self._check
@@ -536,10 +539,12 @@ class PadMinCallback(pl.Callback):
             yield
             return
         exchange = self._topology.exchange if lightning_loop.has_collective_forwards(self._trainer) else None
-        with chunked(self._models, self._config_of(joint=True), exchange, self._training.gate, self._forwards) as calls:
+        config, gate = self._config_of(joint=True), self._training.gate
+        with chunked(self._sites, config, exchange, gate, self._forwards, self._tells) as calls:
             yield
         if not calls:
-            words = "no model of transformers was called with an attention_mask"
+            names = ", ".join(name for name in list(self._sites)[:4])
+            words = f"none of {names} was called with padding that a mask tells, or could take it"
             self._session.notices(f"mode='joint' had nothing to run in chunks: {words}")
         if self._loss_tokens is not None and calls:  # optimizers that run the closure again run the same batch
             self._session.count(replace(calls.total, loss_tokens=self._loss_tokens))

@@ -89,13 +89,14 @@ def why_not_split(module: pl.LightningModule, width: int) -> str | None:
     return None if not refused else _words_of(refused[0])
 
 
-def refuse_no_models(models: object) -> None:
-    """Raises MisconfigurationException: joint mode has no models whose calls it could run in chunks."""
-    if not models:
+def refuse_no_sites(sites: object) -> None:
+    """Raises MisconfigurationException: joint mode has no modules whose calls it could run in chunks."""
+    if not sites:
         raise MisconfigurationException(
-            "mode='joint' runs the model call in chunks, but the module has no attribute that looks like a model "
-            "of transformers (a config with model_type, attention_mask in its forward): call your model through "
-            "lightning_padmin.PaddedForward in training_step, and leave the callback out"
+            "mode='joint' runs calls of models in chunks, but the module has no attribute that looks like a model "
+            "of transformers (a config with model_type, attention_mask in its forward), and none whose call says what "
+            "is padding: name an argument that does in call_masks, as in call_masks={'encoder': 'mask'}, or call your "
+            "model through lightning_padmin.PaddedForward in training_step, and leave the callback out"
         )
 
 

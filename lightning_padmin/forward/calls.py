@@ -102,7 +102,7 @@ def call_sites(
     found: dict[str, CallSite] = {}
     models: list[str] = []
     for name, child in module.named_modules():
-        if (not name and not with_itself) or "_orig_mod" in name.split("."):  # inside of what is compiled as one
+        if (not name and not with_itself) or "_orig_mod" in name.split(".")[:-1]:  # inside of what is compiled as one
             continue
         patterns = [pattern for pattern in declared if fnmatchcase(name, pattern)]
         used.update(patterns)
