@@ -5,19 +5,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from lightning_padmin.errors import ConfigError, GradientCheckError
+from lightning_padmin.errors import ConfigError, GradientCheckError, PadMinError
+from lightning_padmin.forward import Calls, CallSite, Forwards, call_sites, chunked
 from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined
 from lightning_padmin.integrations.common.first_batch import FirstBatches
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.shards import reducing
 from lightning_padmin.integrations.common.topology import ddp_of
-from lightning_padmin.integrations.common.training import Training
+from lightning_padmin.integrations.common.training import Read, Training
+from lightning_padmin.integrations.common.ways import Ladder, Way, Whole, why_way_is_kept
 from lightning_padmin.microbatching import MicroBatch, MicroBatcher, MicroBatches
 from lightning_padmin.runtime import replaced
 from lightning_padmin.verification import Advice, Outcome
@@ -77,25 +80,96 @@ class LossCheck:
         self._first = FirstBatches(is_on, most_without_gradient=most)
         self._without: MicroBatcher | None = None
         self._said: set[str] = set()
-        self._batch: MicroBatches | None = None
+        self._batch: Read | None = None
+        self._stays: Whole | None = None
+        config = session.config
+        self._forwards: Forwards = {}
+        self._config_of_whole = replace(config, loss_reduction="row-mean", normalize="rank", layout="pad")
+        may_change = config.mode == "auto" and is_on
+        has_sites = may_change and bool(self._found_sites())
+        ways: list[Way] = ["split", "joint", "as it came"] if has_sites else ["split", "as it came"]
+        self._ladder = Ladder(training, ways if may_change else [], config.token_budget, self._why_kept)
+        self._of_whole_batches: MicroBatcher | None = None
         self._loss_fn: LossFunction | None = None
         self._kinds: frozenset[str] = frozenset()
 
+    def _found_sites(self) -> dict[str, CallSite]:
+        return call_sites(self._training.model, self._session.config, with_itself=True)
+
+    @cached_property
+    def _sites(self) -> dict[str, CallSite]:
+        """Of a model that is known to run in chunks; not before, since they keep it alive."""
+        return self._found_sites()
+
+    def _why_kept(self) -> str | None:
+        return why_way_is_kept(self._training.wrapper)
+
+    @property
+    def _of_whole(self) -> MicroBatcher:
+        if self._of_whole_batches is None:
+            self._of_whole_batches = self._training.batcher(self._config_of_whole)
+        return self._of_whole_batches
+
+    def _go_over(self, error: PadMinError) -> None:
+        self._ladder.go_over(error)
+        most = _MOST_WITHOUT_GRADIENT if self._session.config.check == "first-batch" else None
+        self._first = FirstBatches(self._ladder.now == "joint", most_without_gradient=most)
+
+    def _modules(self) -> list[nn.Module]:
+        return [site.module for site in self._sites.values()] if self._training.way == "joint" else []
+
+    def _whole(self, batch: Any, loss_fn: LossFunction) -> Whole:
+        """A batch that stays whole; checked first, where that is due."""
+        training = self._training
+        schema, table = training.read(batch, by=self._of_whole)
+        self._stays = whole = Whole(batch, table)
+        if training.way == "joint":
+            self._batch, self._loss_fn = (batch, schema, table), loss_fn
+            is_due = self._first.is_due or training.audit_is_due
+            if is_due and self._may_check():
+                self._check((batch, schema, table), loss_fn)
+            elif is_due:
+                training.postpone()
+        return whole
+
+    def _in_chunks(self, **differs: Any) -> AbstractContextManager[Calls]:
+        training, config = self._training, replace(self._config_of_whole, **differs)
+        # Ranks run equally many chunks where forward passes are collective.
+        exchange = training.topology.exchange if training.topology.kind == "sharded" else None
+        kept = None if differs else self._forwards
+        return chunked(self._sites, config, exchange, kept=kept, tell=self._session.notices)
+
     def prepare(self, batch: Any) -> MicroBatches:
         """The micro-batches of a batch whose loop has no loss function that could be asked."""
-        self._batch = self._loss_fn = None
+        self._batch = self._loss_fn = self._stays = None
         if self._training.ledger is None:
             return self._training.prepare(batch)
         if self._without is None:
             self._without = self._training.batcher(wants_audit=None)  # so that nobody waits for an audit
         return self._training.prepare(batch, by=self._without)
 
-    def prepare_for(self, batch: Any, loss_fn: LossFunction) -> MicroBatches:
+    def prepare_for(self, batch: Any, loss_fn: LossFunction) -> MicroBatches | Whole:
         """The micro-batches of a batch, which is checked first where that is due, on all ranks or on none.
+
+        Under `mode="auto"` the batch itself, where splitting it would change training.
 
         Raises:
             GradientCheckError: training would change; on all ranks, before anything is sent backward.
         """
+        while True:
+            self._training.inside = None if self._training.way == "split" else self._modules
+            try:
+                if self._training.way == "split":
+                    planned: MicroBatches | Whole = self._split(batch, loss_fn)
+                else:
+                    planned = self._whole(batch, loss_fn)
+                break
+            except GradientCheckError as error:
+                self._go_over(error)
+        self._ladder.heard()
+        return planned
+
+    def _split(self, batch: Any, loss_fn: LossFunction) -> MicroBatches:
         training = self._training
         if not self._can:
             if self._session.config.check != "off":
@@ -105,15 +179,16 @@ class LossCheck:
             self._kinds = frozenset({f"the loss of {_name(loss_fn)}"})
             training.ledger.expect(each for each in self._kinds if not training.ledger.has_seen(each))
         planned = training.prepare(batch)
-        self._batch, self._loss_fn = planned, loss_fn
+        read = planned.source, planned.schema, planned.table
+        self._batch, self._loss_fn = read, loss_fn
         # Sharded gradients that earlier passes have not reduced yet would be mixed with those of a check.
         is_due = self._first.is_due or training.audit_is_due
         if is_due and self._may_check():
-            self._check(planned, loss_fn)
+            self._check(read, loss_fn)
         elif is_due:
             training.postpone()
         if self._first.first_is_open and training.main.shows_first and self._may_check():
-            self._first.heard_of_first_labels(self._outcome(planned, loss_fn, first_labels=True))
+            self._first.heard_of_first_labels(self._outcome(read, loss_fn, first_labels=True))
         return planned
 
     def weighted(self, micro: MicroBatch, loss_fn: LossFunction) -> Tensor:
@@ -125,6 +200,15 @@ class LossCheck:
         Raises:
             ConfigError: the function has returned something else.
         """
+        if self._training.way == "joint":
+            with self._in_chunks() as calls:
+                loss = self._weighted(micro, loss_fn)
+            if calls and self._stays is not None:
+                self._stays.stats = replace(calls.total, loss_tokens=self._stays.stats.loss_tokens)
+            return loss
+        return self._weighted(micro, loss_fn)
+
+    def _weighted(self, micro: MicroBatch, loss_fn: LossFunction) -> Tensor:
         if micro.weight != 0 and micro.has_loss:
             loss = one_number(loss_fn(micro.batch))
             self._hear(loss, micro)
@@ -141,13 +225,13 @@ class LossCheck:
         Raises:
             GradientCheckError: training would change. Gradients of a part of a batch are of no use: they are gone.
         """
-        planned, loss_fn = self._batch, self._loss_fn
-        if planned is None or loss_fn is None:
+        read, loss_fn = self._batch, self._loss_fn
+        if read is None or loss_fn is None:
             return
         if micro.is_last:
-            self._batch = self._loss_fn = None  # nothing of it is kept
+            self._batch = self._loss_fn = self._stays = None  # nothing of it is kept
         try:
-            self._training.settle(lambda rows: self._outcome(planned, loss_fn, prefer=rows), is_last=micro.is_last)
+            self._training.settle(lambda rows: self._outcome(read, loss_fn, prefer=rows), is_last=micro.is_last)
         except GradientCheckError:
             self._session.discard()
             self._training.wrapper.zero_grad(set_to_none=True)
@@ -163,11 +247,11 @@ class LossCheck:
         with reducing(self._training.wrapper) as clean:
             return clean
 
-    def _check(self, planned: MicroBatches, loss_fn: LossFunction) -> None:
+    def _check(self, read: Read, loss_fn: LossFunction) -> None:
         training, first = self._training, self._first
         had_told, was_due = first.told, first.is_due
         more = had_told and not training.audit_is_due
-        outcome = training.audited(lambda: self._outcome(planned, loss_fn, more_than_told=more), self._kinds)
+        outcome = training.audited(lambda: self._outcome(read, loss_fn, more_than_told=more), self._kinds)
         if was_due:
             first.heard(outcome)
         if outcome is None:
@@ -185,8 +269,12 @@ class LossCheck:
         else:
             self._session.tell(outcome.words)
 
-    def _outcome(self, planned: MicroBatches, loss_fn: LossFunction, **options: Any) -> Outcome | None:
+    def _outcome(self, read: Read, loss_fn: LossFunction, **options: Any) -> Outcome | None:
         training, config = self._training, self._session.config
+        if training.way == "joint":
+            config = self._config_of_whole
+            alone = partial(self._in_chunks, max_rows=1, token_budget=None)
+            options |= {"joint": self._in_chunks, "alone": alone}
         holders, names = reached_by(loss_fn)
         with ExitStack() as stack:
             stack.enter_context(names)
@@ -194,7 +282,7 @@ class LossCheck:
             stack.enter_context(_apart(training))
             return training.gradients(
                 lambda batch: one_number(loss_fn(batch)),
-                (planned.source, planned.schema, planned.table),
+                read,
                 config,
                 holders=holders,
                 is_half=self._is_half,

@@ -10,7 +10,6 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from lightning_padmin.errors import ConfigError
 from lightning_padmin.integrations.common.audits import Audits, KeptAudits
 from lightning_padmin.integrations.common.topology import Topology
 from lightning_padmin.integrations.common.training import Training
+from lightning_padmin.integrations.common.ways import Whole
 from lightning_padmin.microbatching import LoopGuard, MicroBatch, MicroBatches
 from lightning_padmin.runtime import Notices
 from lightning_padmin.stats import PaddingMeter, PaddingStats
@@ -162,14 +162,14 @@ class Session:
 
     # Loops of the user's own.
 
-    def loop(self, planned: MicroBatches, around: Around) -> Iterator[MicroBatch]:
+    def loop(self, planned: MicroBatches | Whole, around: Around) -> Iterator[MicroBatch]:
         """An iterator over the micro-batches of a batch, which counts once it has run to its end.
 
         Args:
-            planned: what `Training.prepare` returned.
+            planned: what `Training.prepare` returned, or a batch that stays whole.
             around: the context of each one's forward and backward pass.
         """
-        return self.loops.start(planned, around, partial(self.count, planned.stats))
+        return self.loops.start(planned, around, lambda: self.count(planned.stats))
 
     def loop_as_it_came(self, batch: Any, around: Around = lambda micro: nullcontext()) -> Iterator[MicroBatch]:
         """The same where the adapter is switched off: the batch itself, of weight 1; nothing is counted."""

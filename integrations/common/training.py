@@ -14,6 +14,7 @@ from lightning_padmin.architectures import Findings, HookWatch, Tolerable, refus
 from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import BatchError, GradientCheckError
+from lightning_padmin.integrations.common.backward import reenters
 from lightning_padmin.integrations.common.topology import Topology
 from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, PackStyle
 from lightning_padmin.verification import (
@@ -72,6 +73,7 @@ class Training:
         values: of entries of its batches, see `Values`.
         ledger: what was shown to checks that passed; None where nothing is audited.
         room: most slots of a batch that stays whole, where that is bounded.
+        inside: gives the modules whose calls run in chunks, where batches stay whole; None: batches are split.
         slots: of the batch that was read last, as it came.
         audit_is_due: whether, on some rank, the batch that was read last should be checked before it is trained on.
     """
@@ -103,6 +105,7 @@ class Training:
         self.ledger = session.audits.ledger()
         self._way, self._may_go_over = "split", session.config.mode == "auto"
         self.room: int | None = None
+        self.inside: Callable[[], list[nn.Module]] | None = None
         self.slots = 0
         self.audit_is_due = self._has_begun = False
         self._shown: tuple[set[str], dict[str, Any]] = set(), {}
@@ -178,12 +181,18 @@ class Training:
         self.has_passed = True
 
     def look(self, parts: Iterable[nn.Module] | None = None, *, wrapper: object = None, **how: Any) -> None:
-        """Looks at hooks that are new; see `HookWatch.look`.
+        """Looks at hooks that are new; see `HookWatch.look`. Of batches that stay whole, at those of `inside` alone.
 
         Raises:
             GradientHookError: one makes something else of parts of gradients.
         """
-        self.hooks.look(self.model, parts, wrapper=self.wrapper if wrapper is None else wrapper, **how)
+        wrapper = self.wrapper if wrapper is None else wrapper
+        if self.inside is None:
+            self.hooks.look(self.model, parts, wrapper=wrapper, **how)
+        else:
+            modules = self.inside()
+            # One backward pass per batch, unless checkpoints are passes of their own.
+            self.hooks.look(self.model, modules, parameters=any(map(reenters, modules)), wrapper=wrapper)
 
     def around(self, index: int, count: int) -> AbstractContextManager[None]:
         """Around forward and backward pass of a micro-batch, for hooks on gradients."""

@@ -11,11 +11,17 @@ the other two are for batches of at most `token_budget` slots, or where the budg
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
 
 from lightning_padmin.batch import RowTable
 from lightning_padmin.errors import GradientCheckError, PadMinError
+from lightning_padmin.integrations.common.topology import has_static_graph
 from lightning_padmin.integrations.common.training import Training
+from lightning_padmin.microbatching import MicroBatch
 from lightning_padmin.stats import PaddingStats
 
 Way: TypeAlias = Literal["split", "joint", "as it came"]
@@ -105,6 +111,29 @@ class Ladder:
         self._training.room = self._budget if self._ways and self.now != "split" else None
 
 
+class Whole(Sequence[MicroBatch]):
+    """A batch that stays whole, as the one micro-batch that it is.
+
+    Args:
+        batch: as it came.
+        table: its row table.
+
+    Attributes:
+        stats: what it costs; to be written once its calls have run in chunks.
+    """
+
+    def __init__(self, batch: Any, table: RowTable) -> None:
+        rows = np.arange(len(table), dtype=np.int64)
+        self._micro = MicroBatch(batch, 1.0, rows, 0, 1, has_loss=table.has_loss)
+        self.stats, self.source, self.table = stats_as_it_came(table), batch, table
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        return [self._micro][index]
+
+
 def stats_as_it_came(table: RowTable) -> PaddingStats:
     """What a batch costs that runs as it came."""
     return PaddingStats(
@@ -119,6 +148,20 @@ def stats_as_it_came(table: RowTable) -> PaddingStats:
     )
 
 
+def why_way_is_kept(wrapper: nn.Module) -> str | None:
+    """Why batches cannot go another way than the first one went, in words; None: they can.
+
+    Args:
+        wrapper: what is trained, as it is wrapped.
+    """
+    if has_static_graph(wrapper):
+        return "static_graph=True"
+    for module in wrapper.modules():
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            return f"{type(module).__name__} is compiled"
+    return None
+
+
 def _reason_of(error: PadMinError) -> str:
     """What was found, without what could be done instead."""
     return str(error).split(". ")[0].rstrip(".")
@@ -129,4 +172,4 @@ def _further(error: PadMinError, words: str) -> PadMinError:
     return made if isinstance(made, GradientCheckError) else error
 
 
-__all__ = ["Ladder", "Way", "stats_as_it_came"]
+__all__ = ["Ladder", "Way", "Whole", "stats_as_it_came", "why_way_is_kept"]

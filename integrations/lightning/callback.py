@@ -47,6 +47,7 @@ from lightning_padmin.integrations.common import (
     Way,
     reenters,
     stats_as_it_came,
+    why_way_is_kept,
 )
 from lightning_padmin.integrations.lightning import loop as lightning_loop
 from lightning_padmin.integrations.lightning.check import OTHER_MASKS, FirstBatchCheck, Losses, pack_gradients
@@ -213,8 +214,12 @@ class PadMinCallback(pl.Callback):
         self._session.begin()
         self._trainer = trainer
         ways: list[Way] = ["split", "joint", "as it came"] if self._sites else ["split", "as it came"]
-        kept = partial(lightning_loop.why_way_is_kept, trainer)
-        self._ladder = Ladder(training, ways if may_change else [], self.config.token_budget, kept)
+        self._ladder = Ladder(
+            training,
+            ways if may_change else [],
+            self.config.token_budget,
+            lambda: why_way_is_kept(trainer.strategy.model or module),
+        )
         if why is not None:
             self._ladder.begin("joint", why)
         try:

@@ -551,16 +551,6 @@ def install(trainer: Trainer, make: Callable[[_AutomaticOptimization], _Automati
     return restore
 
 
-def why_way_is_kept(trainer: Trainer) -> str | None:
-    """Why batches cannot go another way than the first one went, in words; None: they can."""
-    if getattr(trainer.strategy.model, "static_graph", False):
-        return "static_graph=True"
-    for module in trainer.lightning_module.modules():
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
-            return f"{type(module).__name__} is compiled"
-    return None
-
-
 def topology_of(trainer: Trainer) -> Topology:
     """Of a Trainer whose strategy is set up."""
     strategy = trainer.strategy

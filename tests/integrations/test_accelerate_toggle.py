@@ -123,6 +123,7 @@ VALUES = {
     "decoder_mask_key": [("dmask", "dmask")],
     "loss_mask_key": [("loss_mask", "loss_mask"), ("none", None)],
     "batch_schema": [('{"segments": "position"}', None)],
+    "call_masks": [('{"encoder": "~mask"}', {"encoder": "~mask"})],
     "static_keys": [("a, b", ("a", "b"))],
     "pad_to_multiple_of": [("8", 8)],
     "max_rows": [("3", 3)],

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_padmin import PadMinConfig, PadMinWarning
 from lightning_padmin.errors import ConfigError, GradientCheckError
@@ -147,6 +148,55 @@ def test_a_loss_that_couples_rows_is_refused_with_a_fix_for_loops(make: Made) ->
     assert "PaddedForward in a loop over whole batches" in found.error
     assert "PadMinConfig(enabled=False)" in found.error
     assert is_untouched(found)
+
+
+class Packs(nn.Module):
+    """A recurrent model that is told lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.rnn = nn.Embedding(support.VOCABULARY, 8), nn.GRU(8, 8, batch_first=True)
+        self.double()
+
+    def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        embedded = self.embedding(input_ids)
+        packed = pack_padded_sequence(embedded, lengths, batch_first=True, enforce_sorted=False)
+        outputs, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=input_ids.shape[1])
+        return outputs + embedded
+
+
+def pairs(model: Any, batch: Batch) -> Tensor:
+    outputs, lengths = model(batch["input_ids"], batch["attention_mask"].sum(1)), batch["attention_mask"].sum(1)
+    rows = (outputs * batch["attention_mask"].unsqueeze(-1)).sum(1) / lengths[:, None]
+    return nn.functional.cross_entropy(10 * rows @ rows.T, torch.arange(len(rows)))
+
+
+def reading(model: Any, batch: Batch) -> Tensor:
+    """Compares rows, and takes what stands in padding into account."""
+    return pairs(model, batch) + model(batch["input_ids"], batch["attention_mask"].sum(1)).sigmoid().mean()
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_auto_goes_over_to_what_is_exact(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Net", lambda dropout: Packs())
+    fits = replace(CONFIG, token_budget=240)
+    for loss, mode in ((pairs, 1), (reading, 3)):
+        stock = run(make, lambda _, loss=loss: loss, None, batches(3))
+        said = "from step 1 on, model calls run in chunks" if mode == 1 else "batches run as they came"
+        with pytest.warns(PadMinWarning, match=said):
+            found = run(make, lambda _, loss=loss: loss, fits, batches(3))
+        assert found.error is None
+        assert support.relative(found.weights, stock.weights) <= 1e-12
+        assert found.pad.metrics()["padmin/mode"] == mode
+        stats = found.pad.stats
+        assert (stats.batches, stats.rows, stats.slots_before) == (3, 30, 3 * 240)
+        assert stats.slots < 400 if mode == 1 else stats.slots == 720
+        refused = run(make, lambda _, loss=loss: loss, CONFIG, batches(3))
+        assert "one of 240 slots takes more memory" in refused.error
+        assert is_untouched(refused)
+        split = run(make, lambda _, loss=loss: loss, replace(CONFIG, check="off"), batches(3))
+        assert support.relative(split.weights, stock.weights) > 1e-3
 
 
 @pytest.mark.parametrize("make", MAKERS)
