@@ -1037,7 +1037,7 @@ class OfZeroEdit(OfTrainer):
 ADAPTERS: dict[str, Adapter] = {
     each.name: each
     for each in (
-        OfLightning("lightning"),
+        OfLightning("lightning", {"mode": "split"}),
         OfLightning("lightning-manual", manual=True),
         OfLightning("lightning-joint", {"mode": "joint"}, LooksLikeTransformers),
         OfFabric(),
