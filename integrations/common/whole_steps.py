@@ -396,6 +396,11 @@ def _is_model(module: nn.Module) -> bool:
 
 
 def _backbone(module: nn.Module) -> nn.Module:
+    """What runs in chunks; of an encoder-decoder the encoder, since what it decodes comes without a mask."""
+    get_encoder: Any = getattr(module, "get_encoder", None)
+    if getattr(module.config, "is_encoder_decoder", False) and callable(get_encoder):
+        encoder: nn.Module = get_encoder()
+        return encoder
     inner = getattr(module, "base_model", None)
     is_inside = isinstance(inner, nn.Module) and inner is not module and takes(inner, _MASK, by_name=True)
     return inner if is_inside and isinstance(inner, nn.Module) else module
