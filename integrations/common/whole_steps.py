@@ -197,6 +197,8 @@ class WholeSteps:
             outcomes.append(self._judged(found))
         worst = max(outcomes, key=lambda each: (not each.told, each.difference))
         kinds = frozenset().union(*(each.losses for each in outcomes))
+        if worst.notable:
+            self._session.notices(worst.words, key=worst.words)
         return replace(worst, losses=kinds)
 
     def before_window(self, batches: Sequence[Any], num_items_in_batch: Any = None) -> None:
