@@ -191,7 +191,7 @@ class WholeSteps:
                     trainer=trainer,
                     without_trace=self._without_trace,
                     exchange=self._topology.exchange,
-                    logged=(lambda: self._logs) if self._looks_at_padding else None,
+                    logged=self._logged,
                     settled=settled,
                 )
             outcomes.append(self._judged(found))
@@ -233,7 +233,9 @@ class WholeSteps:
 
         self._waste = PaddingStats()
         exchange = self._topology.exchange
-        found = apart_on_shards(loss, model, self._ways, without_trace=self._without_trace, exchange=exchange)
+        found = apart_on_shards(
+            loss, model, self._ways, without_trace=self._without_trace, exchange=exchange, logged=self._logged
+        )
         return self._judged(found)
 
     @property
@@ -308,6 +310,10 @@ class WholeSteps:
     def _is_settled(self) -> bool:
         ledger = self._training.ledger
         return ledger is not None and ledger.has_passed and not ledger.new and not self._first.is_due
+
+    @property
+    def _logged(self) -> Callable[[], Mapping[str, Any]] | None:
+        return (lambda: self._logs) if self._looks_at_padding else None
 
     @contextmanager
     def _unlogged(self) -> Iterator[None]:
