@@ -79,9 +79,14 @@ class TrainingStepError(ConfigError):
 
 
 class GradientCheckError(PadMinError):
-    """Gradients of split rows are not those of the same rows un-split; the message says which declaration is wrong."""
+    """Gradients of split rows are not those of the same rows un-split; the message says which declaration is wrong.
+
+    Attributes:
+        is_declaration: whether with another option, which the message names, they would be.
+    """
 
     code = 7
+    is_declaration = False
 
 
 class OutOfMemoryError(PadMinError, torch.OutOfMemoryError):

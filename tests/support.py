@@ -255,7 +255,7 @@ Row = dict[str, float]
 
 def without_audits(metrics: Row) -> Row:
     """Of metrics those that tell of batches."""
-    return {name: value for name, value in metrics.items() if not name.endswith(("audits", "audit_worst"))}
+    return {name: value for name, value in metrics.items() if not name.endswith(("audits", "audit_worst", "mode"))}
 
 
 class Memory(Logger):

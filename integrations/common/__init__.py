@@ -11,6 +11,7 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
     trainers     what Trainers of transformers and of TRL have alike
     loops        `backward` of loops of the user's own: losses, and the checks of these
     shards       gradients of shards that wait to be reduced
+    ways         from one way of running batches to the next
     two_ways     gradients of one loss in two ways
     whole_steps  steps of Trainers as stock, with calls of models inside in chunks
     isolated     what a model gives for some rows by themselves
@@ -20,7 +21,7 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
     backward     what a function would do to parts of gradients
 """
 
-from lightning_padmin.architectures import refuse_batch_statistics, refuse_noise_of
+from lightning_padmin.architectures import Tolerable, refuse_batch_statistics, refuse_noise_of, screen
 from lightning_padmin.integrations.common.audits import Audits as SessionAudits
 from lightning_padmin.integrations.common.backward import acts_on_gradients, reenters
 from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
@@ -45,6 +46,7 @@ from lightning_padmin.integrations.common.trainers import (
 from lightning_padmin.integrations.common.training import Read, Training
 from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
 from lightning_padmin.integrations.common.versions import check_hooks, release, what_changed
+from lightning_padmin.integrations.common.ways import Ladder, Way, stats_as_it_came
 from lightning_padmin.integrations.common.whole_steps import Sites, WholeSteps, Words
 from lightning_padmin.runtime import RandomState, Shared, replaced
 from lightning_padmin.verification import Advice, Fingerprint, Ledger, OneLoss, Outcome, fingerprint, needs_rows
@@ -58,6 +60,7 @@ __all__ = [
     "FirstBatches",
     "Isolated",
     "Kind",
+    "Ladder",
     "Ledger",
     "LossCheck",
     "LossChecks",
@@ -71,8 +74,10 @@ __all__ = [
     "SessionAudits",
     "Shared",
     "Sites",
+    "Tolerable",
     "Topology",
     "Training",
+    "Way",
     "WholeSteps",
     "Words",
     "accumulation_boundary",
@@ -103,6 +108,8 @@ __all__ = [
     "release",
     "replaced",
     "run_loop",
+    "screen",
+    "stats_as_it_came",
     "topology_of",
     "untouched_trainer",
     "what_changed",

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import PadMinError
-from lightning_padmin.verification import Ledger, Proof
+from lightning_padmin.verification import WAYS, Ledger, Proof
 
 
 class Audits:
@@ -58,7 +58,9 @@ class Audits:
             return {}
         count = sum(each.audits for each in self._ledgers)
         worst = {f"{prefix}audit_worst": max(each.worst for each in self._ledgers)} if count else {}
-        return {f"{prefix}audits": count} | worst
+        ways = [WAYS.index(each.way) for each in self._ledgers]
+        mode = {f"{prefix}mode": max(ways)} if ways and self._config.mode == "auto" else {}
+        return {f"{prefix}audits": count} | worst | mode
 
     # Checkpoints.
 

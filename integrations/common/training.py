@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_padmin.architectures import Findings, HookWatch, Tolerable, refuse_batch_statistics, screen, words_of
 from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.errors import GradientCheckError
+from lightning_padmin.errors import BatchError, GradientCheckError
 from lightning_padmin.integrations.common.topology import Topology
 from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, PackStyle
 from lightning_padmin.verification import (
@@ -71,7 +71,8 @@ class Training:
         has_passed: whether `heed` has found nothing to refuse.
         values: of entries of its batches, see `Values`.
         ledger: what was shown to checks that passed; None where nothing is audited.
-        way: how its batches run: "split", "joint" or "replay".
+        room: most slots of a batch that stays whole, where that is bounded.
+        slots: of the batch that was read last, as it came.
         audit_is_due: whether, on some rank, the batch that was read last should be checked before it is trained on.
     """
 
@@ -93,13 +94,16 @@ class Training:
         self._tolerate, self._width, self.has_passed = tolerate, width, False
         self._check = check or Training.check
         self.findings: Findings = screen(model, tolerate=tolerate, width=width)
+        self._fix_of_hooks = fix_of_hooks
         self.hooks = HookWatch(fix_of_hooks)
         self.notices = session.new_notices()
         self.gate: PackGate | None = None
         self.packs: PackCheck | None = None
         self._batcher: MicroBatcher | None = None
         self.ledger = session.audits.ledger()
-        self.way = "split"
+        self._way, self._may_go_over = "split", session.config.mode == "auto"
+        self.room: int | None = None
+        self.slots = 0
         self.audit_is_due = self._has_begun = False
         self._shown: tuple[set[str], dict[str, Any]] = set(), {}
         self._rows, self._plan = 0, dict[str, int]()  # of the batch
@@ -119,6 +123,33 @@ class Training:
         wrapper = self._wrapper()
         assert wrapper is not None
         return wrapper
+
+    # Which way batches run.
+
+    @property
+    def way(self) -> str:
+        """How batches run: "split", "joint", "replay" or "as it came"; under `mode="auto"` checkpoints have it."""
+        return self.ledger.way if self._may_go_over and self.ledger is not None else self._way
+
+    @way.setter
+    def way(self, way: str) -> None:
+        self._way = way
+        if self.ledger is not None:
+            self.ledger.way = way
+
+    def go_over(self, way: str) -> None:
+        """The batch that is about to run, and all that come, go another way; checks begin anew."""
+        self._way, self._has_begun = way, True  # the batch is read again, and is one step
+        self.gate = self.packs = self._batcher = None
+        self.hooks = HookWatch(self._fix_of_hooks)
+        self._losses.forget()
+        if self.ledger is not None:
+            self.ledger.restart(way)
+
+    @property
+    def hears_news(self) -> bool:
+        """Whether a loss was heard of whose kind no check has seen, as far as that is known before a backward pass."""
+        return self.ledger is not None and any(not self.ledger.has_seen(facet) for facet in self._losses.news)
 
     # What must hold of the model.
 
@@ -189,7 +220,7 @@ class Training:
             "row_limit": self.findings.row_limit,
             "gate": self.gate,
             "asks_of_step": self.packs is not None,
-            "wants_audit": None if self.ledger is None else self._show,
+            "wants_audit": self._show if self.ledger is not None or self._may_go_over else None,
         }
         return MicroBatcher(self.findings.options(config or self._session.config), **(known | differs))
 
@@ -251,8 +282,20 @@ class Training:
         self._has_begun = True
 
     def _show(self, leaves: Mapping[str, Any], schema: Schema, table: RowTable) -> bool:
-        """Notes what a batch shows, and whether that is to be looked at."""
-        assert self.ledger is not None
+        """Notes what a batch shows, and whether that is to be looked at.
+
+        Raises:
+            BatchError: it stays whole, and is too large for that.
+        """
+        self.slots = table.slots
+        if self.room is not None and table.slots > self.room:
+            raise BatchError(
+                f"mode='auto' runs batches {_words_of_way(self.way)} by now, in the memory of the whole batch: "
+                f"{table.slots:,} slots, and token_budget={self.room}. Set token_budget={table.slots} or None, if a "
+                "whole batch fits, as it does where it trained without padmin; or make batches smaller"
+            )
+        if self.ledger is None or self.way == "as it came":
+            return False
         rows = row_facets(leaves, schema, table, self.values)
         of_batch = batch_facets(leaves, schema, self.values) | model_facets(*parts_of(self.model))
         self._shown, self._rows = (of_batch, rows), len(table)
@@ -278,7 +321,8 @@ class Training:
             loss: as the step has returned it; None, or one without a graph, says nothing.
             rows: which of the batch it is of.
         """
-        if self.ledger is not None and isinstance(loss, Tensor) and loss.grad_fn is not None:
+        is_asked = self.ledger is not None and self.way != "as it came"
+        if is_asked and isinstance(loss, Tensor) and loss.grad_fn is not None:
             self._losses.hear(fingerprint(loss), [int(row) for row in rows])
 
     def settle(self, audit: Callable[[Sequence[int]], Outcome | None], *, is_last: bool = True) -> None:
@@ -424,9 +468,11 @@ class Training:
         undone = f"; {since} step{'s' if since > 1 else ''} since then {'are' if since > 1 else 'is'} not undone"
         found = _FOUND.match(str(error))
         rank, words = ("", str(error)) if found is None else (found[1] or "", found[2])
-        return GradientCheckError(
+        made = GradientCheckError(
             f"audit of step {ledger.step}{rank} ({shown}; {had_passed} had passed{undone if since else ''}): {words}"
         )
+        made.is_declaration = error.is_declaration
+        return made
 
     @property
     def may_pack(self) -> bool:
@@ -504,6 +550,15 @@ class _Losses:
         self._rows.setdefault(facet, rows)
         self._new.setdefault(facet, rows)
 
+    @property
+    def news(self) -> Collection[str]:
+        """What was heard since the last time that was asked what is new."""
+        return self._new
+
+    def forget(self) -> None:
+        """What was heard does not count any more."""
+        self._rows, self._new, self._unread = {}, {}, []
+
     def late(self) -> list[str]:
         """What is known now of the batch before."""
         found = [self._facet(each) for each in self._unread]
@@ -537,6 +592,10 @@ class _Losses:
 
 
 _LOSS = "loss "
+
+
+def _words_of_way(way: str) -> str:
+    return "as they came" if way == "as it came" else f"as with mode={way!r}"
 
 
 def _loss_facet(key: str) -> str:

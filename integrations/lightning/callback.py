@@ -20,7 +20,6 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
-from torch import nn
 
 from lightning_padmin.batch import Field
 from lightning_padmin.config import (
@@ -39,18 +38,29 @@ from lightning_padmin.errors import (
     OutOfMemoryError,
     PeerError,
 )
-from lightning_padmin.forward import Forwards, chunked, transformers_models
-from lightning_padmin.integrations.common import Session, Topology, Training, reenters
+from lightning_padmin.forward import CallSite, Forwards, call_sites, chunked, transformers_models
+from lightning_padmin.integrations.common import (
+    Ladder,
+    Session,
+    Topology,
+    Training,
+    Way,
+    reenters,
+    stats_as_it_came,
+)
 from lightning_padmin.integrations.lightning import loop as lightning_loop
-from lightning_padmin.integrations.lightning.check import OTHER_MASKS, FirstBatchCheck, pack_gradients
-from lightning_padmin.integrations.lightning.loop import JointOptimization, SplitOptimization
+from lightning_padmin.integrations.lightning.check import OTHER_MASKS, FirstBatchCheck, Losses, pack_gradients
+from lightning_padmin.integrations.lightning.loop import AutoOptimization, JointOptimization, SplitOptimization
 from lightning_padmin.integrations.lightning.supported import (
+    OF_JOINT,
+    OF_SPLIT,
     fix_of_hooks,
     heed_architecture,
     refuse_combined_loaders,
-    refuse_no_models,
+    refuse_no_sites,
     refuse_unsupported,
     why_not_pack,
+    why_not_split,
 )
 from lightning_padmin.microbatching import MemoryGuard, MicroBatch, MicroBatcher, MicroBatches
 from lightning_padmin.stats import PaddingStats
@@ -67,7 +77,7 @@ class PadMinCallback(pl.Callback):
     Args:
         token_budget: most slots (rows x longest row) of one micro-batch; None: the slots of the batch as it came.
         mode: "split", or "joint", which runs the model call in chunks inside of `training_step`, for losses that couple
-            rows; "auto" is "split", and refuses what that would change.
+            rows; "auto" is "split" where that is exact, else "joint" where that is, else batches run as they came.
         layout: "pack" puts rows behind each other in one long row, where your model was measured not to leak; "auto"
             does where that is proven and faster.
         check: "audit" compares gradients of a few rows, split and as they came, before the first step, on batches that
@@ -119,6 +129,7 @@ class PadMinCallback(pl.Callback):
         method: Literal["optimal", "greedy"] = "optimal",
         log_prefix: str = "padmin/",
         log_reduce: Mapping[str, LogReduction] | None = None,
+        call_masks: Mapping[str, str] | None = None,
         enabled: bool = True,
         config: PadMinConfig | None = None,
     ) -> None:
@@ -127,6 +138,7 @@ class PadMinCallback(pl.Callback):
         given = {name: value for name, value in locals().items() if name in option_names()}
         given["batch_schema"] = {} if batch_schema is None else batch_schema
         given["log_reduce"] = {} if log_reduce is None else log_reduce
+        given["call_masks"] = {} if call_masks is None else call_masks
         self.config = _one_config(PadMinConfig(**given), config)
         self._session = Session(
             "PadMinCallback",
@@ -139,11 +151,13 @@ class PadMinCallback(pl.Callback):
         self.micro_index, self.micro_count = 0, 1
         self._training: Training | None = None
         self._topology = Topology()
-        self._batcher: MicroBatcher | None = None
         self._restore: Callable[[], None] | None = None
-        self._check: FirstBatchCheck | None = None
+        self._ladder: Ladder | None = None
+        self._sites: dict[str, CallSite] = {}  # calls that run in chunks, where batches stay whole
+        self._batchers: dict[bool, MicroBatcher] = {}  # for batches that stay whole, and for those that do not
+        self._checks: dict[bool, FirstBatchCheck] = {}
         self._checked: weakref.ref[pl.LightningModule] | None = None
-        self._first_is_open = True
+        self._checked_joint, self._first_is_open = False, True
         self._loss_tokens: int | None = None
         self._logged = set[str]()
         self._trainer: pl.Trainer | None = None
@@ -174,40 +188,97 @@ class PadMinCallback(pl.Callback):
             self._remove()  # an earlier fit has ended without telling us
         refuse_unsupported(trainer, pl_module, self.config.mode, PadMinCallback)
         self._topology = lightning_loop.topology_of(trainer)
-        training = self._make_training(pl_module)
+        if self.config.mode != "split" and pl_module.automatic_optimization:
+            self._sites = call_sites(pl_module, self.config)
+        try:
+            self._begin(trainer, pl_module)
+        except MisconfigurationException:
+            self._remove()
+            raise
+        if not pl_module.automatic_optimization:
+            return
+        self._restore = lightning_loop.install(trainer, self._in_place_of)
+
+    def _begin(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Finds out which way the first batch goes; refuses what is known to be another training."""
+        mode, may_change = self.config.mode, self.config.mode == "auto" and module.automatic_optimization
+        if mode == "joint":
+            refuse_no_sites(self._sites)
+        why = None if mode == "joint" else why_not_split(module, self.config.pad_to_multiple_of)
+        if why is not None and not (may_change and self._sites):
+            raise MisconfigurationException(why)
+        self._training = training = self._make_training(module, joint=mode == "joint" or why is not None)
         heed_architecture(training)
         self._session.audits.prove_in(lightning_loop.log_folder(trainer))
         self._session.begin()
-        self._training, self._trainer = training, trainer
+        self._trainer = trainer
+        ways: list[Way] = ["split", "joint", "as it came"] if self._sites else ["split", "as it came"]
+        kept = partial(lightning_loop.why_way_is_kept, trainer)
+        self._ladder = Ladder(training, ways if may_change else [], self.config.token_budget, kept)
+        if why is not None:
+            self._ladder.begin("joint", why)
         try:
             self._look_at_hooks()
         except GradientHookError as error:
-            self._remove()
-            raise MisconfigurationException(str(error)) from None
-        joint = self.config.mode == "joint"
+            if not (may_change and self._sites) or training.way != "split":
+                raise MisconfigurationException(str(error)) from None
+            self._ladder.begin("joint", str(error))
+            self._look_at_hooks()
         gate = self._session.pack_policy(
-            partial(why_not_pack, trainer, pl_module, self.config),
-            partial(transformers_models, pl_module),
+            partial(why_not_pack, trainer, module, self.config),
+            partial(transformers_models, module),
             trainer.precision_plugin.forward_context,
             say=self._session.tell,
-            find=partial(transformers_models, pl_module),
-            inside=pl_module,
+            find=partial(transformers_models, module),
+            inside=module,
         )
-        training.use_gate(gate, asks_of_step=not joint)
-        # What the loss is reduced to is nobody's concern where the loss sees whole batches.
-        config = replace(self.config, loss_reduction="row-mean", normalize="rank") if joint else self.config
-        models = transformers_models(pl_module) if joint else {}
-        if joint:
-            refuse_no_models(models)
-        self._batcher = training.batcher(config, packs_inside=joint, other_masks=None if joint else OTHER_MASKS)
-        if not pl_module.automatic_optimization:
-            return
-        self._check = FirstBatchCheck(trainer, self._session, training, config, models, self._forwards)
-        if self._checked is not None and self._checked() is pl_module:
-            batches = self._check.batches
-            batches.is_due = False  # an earlier fit of this module has told
-            batches.first_is_open = batches.first_is_open and self._first_is_open
-        self._restore = lightning_loop.install(trainer, partial(self._in_place_of, models))
+        if mode == "joint" or training.way == "split":
+            training.use_gate(gate, asks_of_step=training.way == "split")
+
+    @property
+    def _batcher(self) -> MicroBatcher:
+        """Of the way that batches go now."""
+        training, joint = self._training, not self._is_split
+        assert training is not None
+        if joint not in self._batchers:
+            self._batchers[joint] = training.batcher(
+                self._config_of(joint), packs_inside=joint, other_masks=None if joint else OTHER_MASKS
+            )
+        return self._batchers[joint]
+
+    @property
+    def _check(self) -> FirstBatchCheck | None:
+        """Of the way that batches go now; None outside of a fit, and with manual optimization."""
+        training, joint = self._training, not self._is_split
+        if training is None or not training.model.automatic_optimization:
+            return None
+        if joint not in self._checks:
+            assert self._trainer is not None
+            sites = self._sites if joint else {}
+            config, kept = self._config_of(joint), self._forwards
+            check = FirstBatchCheck(self._trainer, self._session, training, config, sites, kept, self._tells)
+            if self._checked is not None and self._checked() is training.model and joint == self._checked_joint:
+                batches = check.batches
+                batches.is_due = False  # an earlier fit of this module has told
+                batches.first_is_open = batches.first_is_open and self._first_is_open
+            self._checks[joint] = check
+        return self._checks[joint]
+
+    @property
+    def _is_split(self) -> bool:
+        return self._training is None or self._training.way == "split"
+
+    @property
+    def _tells(self) -> Callable[[str], None] | None:
+        """Told why calls run as they came; where a way was asked for, what cannot be had is an error."""
+        return self._session.notices if self.config.mode == "auto" else None
+
+    def _config_of(self, joint: bool) -> PadMinConfig:
+        """What the loss is reduced to is nobody's concern where it sees whole batches."""
+        if not joint:
+            return self.config
+        layout = self.config.layout if self.config.mode == "joint" else "pad"
+        return replace(self.config, loss_reduction="row-mean", normalize="rank", layout=layout)
 
     def micro_batches(self, batch: Any) -> Iterator[MicroBatch]:
         """For manual optimization: the micro-batches of a batch, inside of training_step.
@@ -236,7 +307,7 @@ class PadMinCallback(pl.Callback):
         if not self.config.enabled:
             return self._session.loop_as_it_came(batch)
         trainer, training = self._trainer, self._training
-        if trainer is None or training is None or self._batcher is None or self._restore is not None:
+        if trainer is None or training is None or self._restore is not None:
             raise MisconfigurationException(
                 "micro_batches is for the training_step of a module with automatic_optimization=False, while fit runs"
             )
@@ -352,8 +423,9 @@ class PadMinCallback(pl.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Copies are not part of a running fit, and do not drag the module along: Lightning sets its `log` here."""
         own = {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
-        running = ("_restore", "_batcher", "_check", "_checked", "_trainer", "_training", "_running")
-        return own | dict.fromkeys(running) | {"_forwards": {}, "_session": copy.copy(self._session)}
+        running = ("_restore", "_ladder", "_checked", "_trainer", "_training", "_running")
+        of_fit: dict[str, Any] = {name: {} for name in ("_forwards", "_sites", "_batchers", "_checks")}
+        return own | dict.fromkeys(running) | of_fit | {"_session": copy.copy(self._session)}
 
     def _belongs_to_another(self, trainer: pl.Trainer) -> bool:
         """Whether a fit inside of a fit, which was refused, has ended."""
@@ -362,62 +434,65 @@ class PadMinCallback(pl.Callback):
     def _remove(self) -> None:
         if self._restore is not None:
             self._restore()
-        if self._check is not None and self._check.batches.has_passed:
-            self._checked = weakref.ref(self._check.module)
-            self._first_is_open = self._check.batches.first_is_open
+        check = self._checks.get(not self._is_split)
+        if check is not None and check.batches.has_passed:
+            self._checked, self._checked_joint = weakref.ref(check.module), not self._is_split
+            self._first_is_open = check.batches.first_is_open
         self._session.discard()
         self._session.meter.drop_unlogged()
         self._session.audits.end()
-        self._restore = self._batcher = self._check = self._trainer = self._training = self._running = None
-        self._forwards = {}
+        self._restore = self._ladder = self._trainer = self._training = self._running = None
+        self._forwards, self._sites, self._batchers, self._checks = {}, {}, {}, {}
 
-    def _make_training(self, module: pl.LightningModule) -> Training:
-        mode = self.config.mode
+    def _make_training(self, module: pl.LightningModule, *, joint: bool) -> Training:
         training = Training(
             self._session,
             module,
             self._topology,
-            fix_of_hooks=partial(fix_of_hooks, module, mode),
+            fix_of_hooks=partial(fix_of_hooks, module, self.config.mode),
             check=self._before_reading,
-            tolerate={"batch-norm", "balance-loss"} if mode == "joint" else {"batch-norm"},
+            tolerate=OF_JOINT if joint else OF_SPLIT,
             width=self.config.pad_to_multiple_of,
         )
-        training.way = "joint" if mode == "joint" else "split"
+        if self.config.mode != "auto":
+            training.way = self.config.mode
         return training
 
-    def _in_place_of(self, models: dict[str, nn.Module], stock: Any) -> JointOptimization | SplitOptimization:
+    def _in_place_of(self, stock: Any) -> Any:
         """The loop that stands in for the stock one."""
-        training = self._training
+        training, ladder = self._training, self._ladder
         assert training is not None
-        assert self._check is not None
+        assert ladder is not None
+        losses = Losses(lambda: self._check)
+        joint = JointOptimization(stock, self._read, self._chunked, lambda: training.around(0, 2), losses)
         if self.config.mode == "joint":
-            return JointOptimization(
-                stock, self._read, lambda: self._chunked(models), lambda: training.around(0, 2), self._check
-            )
-        return SplitOptimization(
+            return joint
+        split = SplitOptimization(
             stock,
             self._prepare,
             self._progress,
             dict(self.config.log_reduce),
             self._logged,
             self._guard,
-            training.around,
+            lambda index, count: training.around(index, count),
             training.look_late,
-            self._check,
+            losses,
         )
+        return split if self.config.mode == "split" else AutoOptimization(stock, split, joint, ladder)
 
     def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:
-        training, trainer, batcher, batch = self._training, self._trainer, self._batcher, kwargs["batch"]
+        training, trainer, batcher, check = self._training, self._trainer, self._batcher, self._check
+        batch = kwargs["batch"]
         assert training is not None
-        assert batcher is not None
-        assert self._check is not None
+        assert trainer is not None
+        assert check is not None
         training.prove(
             lambda by: by.read_made_together(lambda: batch),
             partial(pack_gradients, trainer, training, self.config, kwargs),
             batcher,
         )
         micro_batches = training.prepare(batch, batcher)
-        self._check(kwargs, micro_batches.schema, micro_batches.table, batcher.shows_first)
+        check(kwargs, micro_batches.schema, micro_batches.table, batcher.shows_first)
         self._session.count(micro_batches.stats)
         return micro_batches
 
@@ -436,29 +511,40 @@ class PadMinCallback(pl.Callback):
         training = self._training
         assert training is not None
         assert self._trainer is not None
-        if self.config.mode != "joint":
+        if training.way == "as it came":
+            return
+        if training.way == "split":
             training.look(wrapper=self._trainer.strategy.model)
             return
         # One backward pass per batch: hooks on parameters fire as ever, unless checkpoints are passes of their own.
-        models = transformers_models(training.model)
-        training.look(models.values(), parameters=any(map(reenters, models.values())))
+        modules = [site.module for site in self._sites.values()]
+        training.look(modules, parameters=any(map(reenters, modules)))
 
     def _read(self, kwargs: OrderedDict[str, Any]) -> None:
-        assert self._training is not None
-        assert self._check is not None
-        schema, table = self._training.read(kwargs["batch"], self._batcher)
-        self._check(kwargs, schema, table)
-        self._loss_tokens = int(table.loss_tokens.sum())
+        training, check = self._training, self._check
+        assert training is not None
+        assert check is not None
+        schema, table = training.read(kwargs["batch"], self._batcher)
+        if training.way == "joint":
+            check(kwargs, schema, table)
+            self._loss_tokens = int(table.loss_tokens.sum())
+        else:
+            self._session.count(stats_as_it_came(table))
 
     @contextmanager
-    def _chunked(self, models: dict[str, nn.Module]) -> Iterator[None]:
+    def _chunked(self) -> Iterator[None]:
         assert self._trainer is not None
         assert self._training is not None
+        if self._training.way != "joint":
+            yield
+            return
         exchange = self._topology.exchange if lightning_loop.has_collective_forwards(self._trainer) else None
-        with chunked(models, self.config, exchange, self._training.gate, self._forwards) as calls:
+        config, gate = self._config_of(joint=True), self._training.gate
+        with chunked(self._sites, config, exchange, gate, self._forwards, self._tells) as calls:
             yield
         if not calls:
-            words = "no model of transformers was called with an attention_mask"
+            names = ", ".join(name for name in list(self._sites)[:4])
+            words = f"none of {names} was called with padding that a mask tells, or could take it"
             self._session.notices(f"mode='joint' had nothing to run in chunks: {words}")
         if self._loss_tokens is not None and calls:  # optimizers that run the closure again run the same batch
             self._session.count(replace(calls.total, loss_tokens=self._loss_tokens))

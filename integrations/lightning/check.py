@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.forward import Forwards, chunked, transformers_models
+from lightning_padmin.forward import CallSite, Forwards, call_sites, chunked
 from lightning_padmin.integrations.common import Advice, FirstBatches, Outcome, Read, Session, Training, reducing
 from lightning_padmin.integrations.lightning.loop import has_collective_forwards, is_sharded, quiet_training_step
 from lightning_padmin.microbatching import PackStyle
@@ -38,8 +38,9 @@ class FirstBatchCheck:
         session: says what is found.
         training: of the module.
         config: the declarations.
-        models: for joint mode, the models whose calls are chunked.
+        sites: for joint mode, the calls that run in chunks.
         kept: what stands in for these.
+        tell: told why one of them runs as it came; see `chunked`.
 
     Attributes:
         batches: which of them are checked.
@@ -52,11 +53,12 @@ class FirstBatchCheck:
         session: Session,
         training: Training,
         config: PadMinConfig,
-        models: dict[str, nn.Module],
+        sites: Mapping[str, CallSite],
         kept: Forwards | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self._trainer, self._session, self._training, self._config = trainer, session, training, config
-        self._models, self._kept = models, kept
+        self._sites, self._kept, self._tell = sites, kept, tell
         self._said: set[str] = set()
         self._batch: tuple[OrderedDict[str, Any], Schema, RowTable] | None = None
         self.module, is_on = trainer.lightning_module, config.check != "off"
@@ -102,6 +104,11 @@ class FirstBatchCheck:
         """See `Training.hear`."""
         self._training.hear(loss, rows)
 
+    @property
+    def hears_news(self) -> bool:
+        """Whether a loss was heard whose kind no check has seen."""
+        return self._training.hears_news
+
     def settle(self, *, is_last: bool) -> None:
         """Behind a backward pass: audits the batch where its loss was of a new kind.
 
@@ -131,7 +138,7 @@ class FirstBatchCheck:
         if outcome.words in self._said:
             return
         self._said.add(outcome.words)
-        words = f"mode {'joint' if self._models else 'split'}: {outcome.words}"
+        words = f"mode {'joint' if self._sites else 'split'}: {outcome.words}"
         if outcome.notable and not (outcome.told and self._training.findings.corrects):
             self._training.notices(words, key=words)
         else:
@@ -140,31 +147,57 @@ class FirstBatchCheck:
     def _outcome(
         self, kwargs: OrderedDict[str, Any], schema: Schema, table: RowTable, **options: Any
     ) -> Outcome | None:
-        can_be_joint = bool(self._models) or bool(transformers_models(self._trainer.lightning_module))
-        alone = self._models and self._training.gate is None
+        can_be_joint = bool(self._sites) or bool(call_sites(self._trainer.lightning_module, self._session.config))
+        alone = self._sites and self._training.gate is None
         return _gradients(
             self._trainer,
             self._training,
             kwargs,
             (kwargs["batch"], schema, table),
             self._config,
-            joint=self._chunked if self._models else None,
+            joint=self._chunked if self._sites else None,
             alone=self._alone if alone else None,
             advice=Advice(_COUPLED if can_be_joint else _COUPLED_ELSEWHERE, _STOP, _ONCE),
             **options,
         )
 
     def _chunked(self) -> AbstractContextManager[Any]:
-        return self._in_chunks(self._config, self._training.gate, self._kept)
+        return self._in_chunks(self._config, self._training.gate, self._kept, self._tell)
 
     def _alone(self) -> AbstractContextManager[Any]:
         # Without a budget of its own: that a row is over it is no news here.
-        return self._in_chunks(replace(self._config, max_rows=1, token_budget=None))
+        return self._in_chunks(replace(self._config, max_rows=1, token_budget=None), tell=self._tell)
 
-    def _in_chunks(self, config: PadMinConfig, *more: Any) -> AbstractContextManager[Any]:
+    def _in_chunks(self, config: PadMinConfig, *more: Any, **named: Any) -> AbstractContextManager[Any]:
         """Ranks run equally many chunks where forward passes are collective."""
         exchange = self._training.topology.exchange if has_collective_forwards(self._trainer) else None
-        return chunked(self._models, config, exchange, *more)
+        return chunked(self._sites, config, exchange, *more, **named)
+
+
+class Losses:
+    """What hears of losses, on the way that batches go now.
+
+    Args:
+        check: gives the check of that way.
+    """
+
+    def __init__(self, check: Callable[[], FirstBatchCheck | None]) -> None:
+        self._check = check
+
+    def hear(self, loss: object, rows: Iterable[int] = ()) -> None:
+        """See `Training.hear`."""
+        if (check := self._check()) is not None:
+            check.hear(loss, rows)
+
+    @property
+    def are_new(self) -> bool:
+        """Whether one was heard whose kind no check has seen."""
+        return (check := self._check()) is not None and check.hears_news
+
+    def settle(self, *, is_last: bool) -> None:
+        """See `FirstBatchCheck.settle`."""
+        if (check := self._check()) is not None:
+            check.settle(is_last=is_last)
 
 
 def pack_gradients(

@@ -28,8 +28,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_padmin.errors import GradientCheckError
 from lightning_padmin.integrations.common import (
     Kind,
+    Ladder,
+    RandomState,
     Topology,
     accumulation_boundary,
     check_hooks,
@@ -85,6 +88,10 @@ class Losses(Protocol):
 
     def hear(self, loss: object, rows: Iterable[int] = ()) -> None:
         """Of one pass, before its backward pass."""
+
+    @property
+    def are_new(self) -> bool:
+        """Whether one was heard whose kind no check has seen."""
 
     def settle(self, *, is_last: bool) -> None:
         """Behind the backward pass: the batch is audited where its loss was of a new kind."""
@@ -211,6 +218,142 @@ class JointOptimization(_AutomaticOptimization):
 
         closure._step_fn, closure.closure = step, run
         return closure
+
+
+class AutoOptimization(_AutomaticOptimization):
+    """Automatic optimization in the way that is exact, batch by batch; it goes over to another where one is not.
+
+    Args:
+        stock: the loop it stands in for; attributes are shared with it.
+        split: the loop of the first way.
+        joint: that of all others.
+        ladder: says which way batches go.
+    """
+
+    __slots__ = ("_before", "_joint", "_ladder", "_split")
+
+    def __init__(
+        self,
+        stock: _AutomaticOptimization,
+        split: SplitOptimization,
+        joint: JointOptimization,
+        ladder: Ladder,
+    ) -> None:
+        object.__setattr__(self, "__dict__", stock.__dict__)
+        self._split, self._joint, self._ladder = split, joint, ladder
+        self._before: _Before | None = None
+        split._losses = _Heeded(split._losses, self._heed)
+
+    @property
+    def current(self) -> SplitOptimization | JointOptimization:
+        """The loop of the way that batches go now."""
+        return self._split if self._ladder.now == "split" else self._joint
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        while True:
+            try:
+                closure = self.current._make_closure(kwargs, optimizer, batch_idx)
+                break
+            except GradientCheckError as error:  # on all ranks
+                self._ladder.go_over(error)
+        self._ladder.heard()
+        if not self._ladder.left:
+            return closure
+        return _AutoClosure(self, closure, lambda: self._make_closure(kwargs, optimizer, batch_idx))
+
+    def _run(self, closure: Closure, again: Callable[[], Closure]) -> ClosureResult:
+        """Where a loss is told to be of another kind behind a pass, the batch runs another way from its beginning."""
+        self._before = before = _Before(self.trainer.lightning_module, closure._zero_grad_fn is not None)
+        try:
+            return closure.closure()
+        except GradientCheckError as error:
+            if not before.can_be_had_back:
+                raise
+            before.restore()
+            self._ladder.go_over(error)
+            return again().closure()
+        finally:
+            self._before = None
+
+    def _heed(self) -> None:
+        """A loss was heard, and is sent backward next."""
+        if self._before is not None:
+            self._before.heed(self._split._losses)
+
+
+class _AutoClosure(Closure):
+    """A closure, or where that is refused the one of another way.
+
+    Args:
+        loop: whose it is.
+        closure: of the way now.
+        again: makes that of the way then.
+    """
+
+    def __init__(self, loop: AutoOptimization, closure: Closure, again: Callable[[], Closure]) -> None:
+        super().__init__(closure._step_fn, closure._backward_fn, closure._zero_grad_fn)
+        self._loop, self._inner, self._again = loop, closure, again
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        return self._loop._run(self._inner, self._again)
+
+
+class _Heeded:
+    """Hears of losses, and has somebody know that it has."""
+
+    def __init__(self, losses: Losses, heed: Callable[[], None]) -> None:
+        self._losses, self._heed = losses, heed
+
+    def hear(self, loss: object, rows: Iterable[int] = ()) -> None:
+        self._losses.hear(loss, rows)
+        self._heed()
+
+    @property
+    def are_new(self) -> bool:
+        return self._losses.are_new
+
+    def settle(self, *, is_last: bool) -> None:
+        self._losses.settle(is_last=is_last)
+
+
+class _Before:
+    """What a batch that runs another way after all must find as it was: random numbers, metrics, gradients.
+
+    Logged values of micro-batches are written when all have run, and what a step writes into anything else is refused
+    where batches are split.
+
+    Args:
+        module: whose step it is.
+        is_first: whether gradients are zeroed in this batch, so that none of those before counts.
+    """
+
+    def __init__(self, module: LightningModule, is_first: bool) -> None:
+        self._module, self._is_first, self._has_begun = module, is_first, False
+        self._random, self._metrics = RandomState(), MetricGuard(module)
+        self._metrics.__enter__()
+        self._gradients: list[tuple[Tensor, Tensor | None]] | None = None
+
+    def heed(self, losses: Losses) -> None:
+        """Gradients of earlier batches are copied before the first loss of a batch, if it is new, adds to them."""
+        if not self._is_first and not self._has_begun and losses.are_new:
+            parameters = self._module.parameters()
+            self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in parameters]
+        self._has_begun = True
+
+    @property
+    def can_be_had_back(self) -> bool:
+        """Whether gradients are those of this batch alone, or those before it are known."""
+        return self._is_first or self._gradients is not None
+
+    def restore(self) -> None:
+        """Puts all back; gradients that are zeroed in this batch are gone."""
+        self._random.restore()
+        self._metrics.__exit__()
+        for parameter, gradient in self._gradients or ():
+            parameter.grad = gradient
+        if self._is_first:
+            self._module.zero_grad(set_to_none=True)
 
 
 class _SplitClosure(Closure):
@@ -408,6 +551,16 @@ def install(trainer: Trainer, make: Callable[[_AutomaticOptimization], _Automati
     return restore
 
 
+def why_way_is_kept(trainer: Trainer) -> str | None:
+    """Why batches cannot go another way than the first one went, in words; None: they can."""
+    if getattr(trainer.strategy.model, "static_graph", False):
+        return "static_graph=True"
+    for module in trainer.lightning_module.modules():
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            return f"{type(module).__name__} is compiled"
+    return None
+
+
 def topology_of(trainer: Trainer) -> Topology:
     """Of a Trainer whose strategy is set up."""
     strategy = trainer.strategy
@@ -480,6 +633,7 @@ def quiet_training_step(
     trainer.loggers = [_Muted(logger) for logger in loggers]
     module._current_fx_name = "training_step"
     loop, said = trainer.fit_loop.epoch_loop.automatic_optimization, {} if said is None else said
+    loop = loop.current if isinstance(loop, AutoOptimization) else loop
 
     def heard(fx: str, name: str, value: Any, **arguments: Any) -> None:
         said[name] = value

@@ -20,9 +20,20 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.forward import transformers_models
-from lightning_padmin.integrations.common import Training, acts_on_gradients, find_engine, needs_rows, reenters
+from lightning_padmin.integrations.common import (
+    Tolerable,
+    Training,
+    acts_on_gradients,
+    find_engine,
+    needs_rows,
+    reenters,
+    screen,
+)
 from lightning_padmin.integrations.lightning.loop import check_signatures, is_sharded
 
+# Findings about models that are no refusal; see `screen`. Joint mode takes the balance loss of all rows.
+OF_SPLIT: frozenset[Tolerable] = frozenset({"batch-norm"})
+OF_JOINT: frozenset[Tolerable] = OF_SPLIT | {"balance-loss"}
 # Subclasses of strategies that are supported.
 _UNKNOWN_KINDS = (XLAStrategy, SingleDeviceXLAStrategy)
 
@@ -51,8 +62,6 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: st
             "mode='replay' needs a second backward pass that Lightning's automatic optimization has no place for: use "
             "mode='joint', or lightning_padmin.PaddedForward(model, config, mode='replay') in your own loop"
         )
-    if mode != "joint":
-        _refuse_own_backward(module)
     strategy = trainer.strategy
     known = SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy
     if not isinstance(strategy, known) or isinstance(strategy, _UNKNOWN_KINDS):
@@ -64,24 +73,30 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: st
         find_engine(strategy)  # checks its version and its modes
 
 
-def _refuse_own_backward(module: pl.LightningModule) -> None:
-    """A `backward` of the module's own runs once per micro-batch too."""
+def why_not_split(module: pl.LightningModule, width: int) -> str | None:
+    """What is known before the first batch to make splitting another training, in words.
+
+    A `backward` of the module's own would run once per micro-batch; a loss of experts' loads is none of rows.
+    """
     own = type(module).backward
     found = None if own is pl.LightningModule.backward else acts_on_gradients(module.backward, own)
     if found is not None:
-        raise MisconfigurationException(
+        return (
             f"{type(module).__name__}.backward {found}. It runs once per micro-batch, on a part of the "
             "gradient: do that in on_after_backward, which comes once per batch"
         )
+    refused = screen(module, tolerate=OF_SPLIT, width=width).refused
+    return None if not refused else _words_of(refused[0])
 
 
-def refuse_no_models(models: object) -> None:
-    """Raises MisconfigurationException: joint mode has no models whose calls it could run in chunks."""
-    if not models:
+def refuse_no_sites(sites: object) -> None:
+    """Raises MisconfigurationException: joint mode has no modules whose calls it could run in chunks."""
+    if not sites:
         raise MisconfigurationException(
-            "mode='joint' runs the model call in chunks, but the module has no attribute that looks like a model "
-            "of transformers (a config with model_type, attention_mask in its forward): call your model through "
-            "lightning_padmin.PaddedForward in training_step, and leave the callback out"
+            "mode='joint' runs calls of models in chunks, but the module has no attribute that looks like a model "
+            "of transformers (a config with model_type, attention_mask in its forward), and none whose call says what "
+            "is padding: name an argument that does in call_masks, as in call_masks={'encoder': 'mask'}, or call your "
+            "model through lightning_padmin.PaddedForward in training_step, and leave the callback out"
         )
 
 
@@ -98,9 +113,13 @@ def refuse_combined_loaders(trainer: pl.Trainer) -> None:
 def heed_architecture(training: Training) -> None:
     """Refuses models that cannot be split. Batch normalization may still be frozen, and rows may be short enough."""
     for finding in training.findings.refused:
-        also = ". PadMinCallback(mode='joint') does the former" if finding.rule == "balance-loss" else ""
-        raise MisconfigurationException(f"{finding.where}: {finding.reason}{also}")
+        raise MisconfigurationException(_words_of(finding))
     training.heed()
+
+
+def _words_of(finding: Any) -> str:
+    also = ". PadMinCallback(mode='joint') does the former" if finding.rule == "balance-loss" else ""
+    return f"{finding.where}: {finding.reason}{also}"
 
 
 def fix_of_hooks(module: pl.LightningModule, mode: str) -> str:

@@ -25,6 +25,7 @@ _OPTIONS = {field.name: field for field in dataclasses.fields(PadMinConfig)}
 _NOTES = {
     "batch_schema": " As JSON.",
     "log_reduce": " As JSON.",
+    "call_masks": " As JSON.",
     "loss_reduction": " A function can be given in code alone.",
 }
 
@@ -75,6 +76,7 @@ class PadMinArguments:
     padmin_method: Literal["optimal", "greedy"] | None = _like("method")
     padmin_log_prefix: str | None = _like("log_prefix")
     padmin_log_reduce: str | None = _like("log_reduce")
+    padmin_call_masks: str | None = _like("call_masks")
 
     def to_config(self) -> PadMinConfig:
         """The configuration: options given here, then `PADMIN_*`, then the file of `accelerate launch`, then defaults.

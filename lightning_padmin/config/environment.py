@@ -128,8 +128,8 @@ def make_config(options: Mapping[str, Any], source: str) -> PadMinConfig:
 def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
     """The options that `PADMIN_*` variables set, parsed.
 
-    Integers, `none`, true or false (or 1, 0) for `enabled`, commas between `static_keys`, JSON for `batch_schema` and
-    `log_reduce`; everything else as it is.
+    Integers, `none`, true or false (or 1, 0) for `enabled`, commas between `static_keys`, JSON for `batch_schema`,
+    `log_reduce` and `call_masks`; everything else as it is.
 
     Raises:
         ConfigError: unknown name, or a value that is none of its kind.
@@ -159,7 +159,7 @@ def parse_option(name: str, text: str, variable: str) -> Any:
         if text.lower() not in _BOOLEANS:
             raise ConfigError(f"{variable}={text!r}: expected true or false")
         return _BOOLEANS[text.lower()]
-    if name in ("batch_schema", "log_reduce"):
+    if name in ("batch_schema", "log_reduce", "call_masks"):
         value = _parse_json(variable, text)
     elif name == "static_keys":
         value = [key.strip() for key in text.split(",") if key.strip()]

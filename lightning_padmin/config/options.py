@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -46,6 +47,7 @@ _INTEGERS: dict[str, tuple[int | None, bool]] = {
     "ignore_index": (None, False),
     "pad_token_id": (0, True),
 }
+_CALL_MASK = re.compile(r"(?:~|lengths:)?[^\W\d]\w*(?:\.\w+)*")
 _SHORT = ("label_shift",)  # far below 2^31
 _STRINGS: dict[str, bool] = {
     "mask_key": False,
@@ -186,6 +188,13 @@ class PadMinConfig:
         "How a logged value merges over micro-batches when not as the loss does, by name: {'accuracy': 'row-mean'} for "
         "a mean over rows, {'rows': 'sum'} for a count.",
     )
+    call_masks: Mapping[str, str] = _option(
+        {},
+        "What is padding in a module's calls, where calls run in chunks, by the name of the submodule or a pattern "
+        "such as 'encoders.*': the argument that is nonzero on real tokens ({'encoder': 'mask'}), with ~ one nonzero "
+        "on padding ('~mask'), 'lengths:n_frames' for one that holds lengths, 'off' for calls that run as they came. "
+        "Known without it: attention_mask, key_padding_mask (src_, tgt_, memory_), lengths and the like.",
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
@@ -248,6 +257,15 @@ class PadMinConfig:
             if not isinstance(key, str) or not isinstance(value, str) or value not in _LOG_REDUCTIONS:
                 raise ConfigError(f"log_reduce[{key!r}]={value!r}: expected one of {', '.join(_LOG_REDUCTIONS)}")
         self._set("log_reduce", dict(self.log_reduce))
+        if not isinstance(self.call_masks, Mapping):
+            raise ConfigError(f"call_masks={self.call_masks!r}: expected a mapping such as {{'encoder': 'mask'}}")
+        for name, mask in self.call_masks.items():
+            if not isinstance(name, str) or not isinstance(mask, str) or not _CALL_MASK.fullmatch(mask):
+                raise ConfigError(
+                    f"call_masks[{name!r}]={mask!r}: expected, by the name of a submodule, the name of an argument of "
+                    "its forward: 'mask' (nonzero on real tokens), '~mask' (on padding), 'lengths:n_frames'; or 'off'"
+                )
+        self._set("call_masks", dict(self.call_masks))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

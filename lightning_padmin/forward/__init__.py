@@ -7,17 +7,24 @@ are put together as the caller's batch would have given them, and one backward p
     outputs         outputs put together, entry by entry
     kept_logits     models that return logits of the last positions only
     causal_loss     losses that the model itself computes from labels
+    calls           which modules have calls that can run in chunks, and what says what is padding in them
+    arguments       what the entries of a call are
+    places          where outputs of any module have rows and positions
+    any_module      calls of a module that nobody knows
     proxy           modules of a training step replaced while it runs
 """
 
+from lightning_padmin.forward.calls import CallSite, call_sites, transformers_models
 from lightning_padmin.forward.outputs import tensors
 from lightning_padmin.forward.padded_forward import PaddedForward
-from lightning_padmin.forward.proxy import Calls, Forwards, chunked, transformers_models
+from lightning_padmin.forward.proxy import Calls, Forwards, chunked
 
 __all__ = [
+    "CallSite",
     "Calls",
     "Forwards",
     "PaddedForward",
+    "call_sites",
     "chunked",
     "tensors",
     "transformers_models",

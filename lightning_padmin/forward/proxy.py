@@ -1,74 +1,90 @@
-"""A model inside of somebody's training step, run in chunks without a change to that step."""
+"""Modules inside of somebody's training step, run in chunks without a change to that step."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.distributed import Exchange
+from lightning_padmin.distributed import Exchange, exchange_alone
+from lightning_padmin.errors import BatchError, OutOfMemoryError, PadMinError
+from lightning_padmin.forward.any_module import AnyCalls
+from lightning_padmin.forward.arguments import AsItCame
+from lightning_padmin.forward.calls import CallSite, transformers_models
+from lightning_padmin.forward.causal_loss import CausalLoss
 from lightning_padmin.forward.padded_forward import PaddedForward
-from lightning_padmin.runtime import replaced, takes
+from lightning_padmin.runtime import Notices, RandomState, replaced, takes
 from lightning_padmin.stats import PaddingStats
 from lightning_padmin.verification import PackGate
 
 # What transformers calls them, whatever the entries of the batch are called.
-_MASK, _LABELS = "attention_mask", "labels"
+_MASK, _LABELS, _DECODER_MASK = "attention_mask", "labels", "decoder_attention_mask"
+_CHECKPOINTED = "it is called inside of torch.utils.checkpoint, which runs it again outside of the step"
+_TARGETS = ("label", "start_positions", "end_positions", "return_loss")
 
-
-def transformers_models(module: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules inside of `module` that are models of transformers, or look like one, by name."""
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_modules():
-        inside = any(name.startswith(outer + ".") for outer in found)
-        has_config = isinstance(getattr(getattr(child, "config", None), "model_type", None), str)
-        if name and not inside and has_config and takes(child, _MASK, by_name=True):
-            found[name] = child
-    return found
+Forwards: TypeAlias = "dict[tuple[int, str], PaddedForward | AnyCalls]"
+"""What stands in for modules, by the module's identity and the name of its mask ("" where it may have several)."""
 
 
 @contextmanager
 def chunked(
-    models: dict[str, nn.Module],
+    models: Mapping[str, nn.Module | CallSite],
     config: PadMinConfig,
     exchange: Exchange | None = None,
     gate: PackGate | None = None,
     kept: Forwards | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Iterator[Calls]:
-    """While the context is open, calls of these models are those of a `PaddedForward` in joint mode.
+    """While the context is open, calls of these modules run in chunks.
+
+    Those of models of transformers are calls of a `PaddedForward` in joint mode; those of any other module, see
+    `call_sites`, are what `any_module` says. Calls inside of a call that runs in chunks run as they are.
 
     Args:
-        models: by any name.
+        models: by any name; models of transformers, or what `call_sites` has found.
         config: the options.
         exchange: the collective, where every rank must run the same number of chunks.
         gate: decides whether rows are packed.
-        kept: filled with what stands in for each model, and used again where it is there already; so that what is said
-            once, and what is remembered of earlier calls, holds for a whole training. Only for equal options.
+        kept: filled with what stands in for each module, and used again where it is there already; so that what is
+            said once, and what is remembered of earlier calls, holds for a whole training. Only for equal options.
+        tell: told why a call runs as it came, once for each reason. Without it a model of transformers raises where
+            its call cannot be taken; and what holds for other modules, and for models where their backbones are among
+            the sites, is a warning.
 
     Yields:
-        The `PaddingStats` of each call.
+        The `PaddingStats` of each call that ran in chunks.
     """
-    calls = Calls()
+    run = _Run(config, exchange, gate, {} if kept is None else kept, tell)
     with ExitStack() as stack:
-        for model in models.values():
-            proxy = _Proxy(model, config, exchange, gate, calls.append, {} if kept is None else kept)
+        for name, each in models.items():
+            site = each if isinstance(each, CallSite) else CallSite(name, each)
+            proxy = _ModelProxy(site, run) if site.is_model else _AnyProxy(site, run)
             stack.enter_context(proxy.installed())
-        yield calls
-
-
-Forwards = dict[tuple[int, str], PaddedForward]
-"""What stands in for models, by the model's identity and the name of its mask."""
+        yield run.calls
 
 
 class Calls(list[PaddingStats]):
-    """What each call of a model cost."""
+    """What each call in chunks cost.
+
+    Attributes:
+        chunked: how many calls of each site ran in chunks, by name.
+        as_they_came: how many with a mask did not, though they have padding.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.chunked, self.as_they_came = Counter[str](), Counter[str]()
 
     @property
     def total(self) -> PaddingStats:
@@ -79,65 +95,245 @@ class Calls(list[PaddingStats]):
         return sum(others, self[0])
 
 
-class _Proxy:
-    """Stands in for the `forward` of one model."""
+@dataclass(eq=False)
+class _Run:
+    """What proxies of one context share."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: PadMinConfig,
-        exchange: Exchange | None,
-        gate: PackGate | None,
-        on_call: Callable[[PaddingStats], None],
-        kept: Forwards,
-    ) -> None:
-        self._gate, self._kept = gate, kept
-        self._model, self._original, self._on_call = model, model.forward, on_call
-        # Without a gate it is decided that rows are padded; a call must not make one of its own.
-        layout = "pad" if gate is None else config.layout
-        self._config, self._exchange = replace(config, labels_key=_LABELS, layout=layout), exchange
-        self._parameters = list(inspect.signature(model.forward).parameters)
-        self._inside = False
+    config: PadMinConfig
+    exchange: Exchange | None
+    gate: PackGate | None
+    kept: Forwards
+    tell: Callable[[str], None] | None
+    calls: Calls = field(default_factory=Calls)
+    is_inside: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether other ranks need not hear of what is decided here."""
+        return self.exchange is None or self.exchange is exchange_alone
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Chunks run: they come back through the modules that stand in for themselves."""
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
+
+    def took(self, site: CallSite, stats: PaddingStats) -> None:
+        self.calls.append(stats)
+        self.calls.chunked[site.name] += 1
+
+    def left(self, site: CallSite, why: str) -> None:
+        """A call runs as it came; says why, once."""
+        self.calls.as_they_came[site.name] += 1
+        words = f"calls of {site.name!r} ({type(site.module).__name__}) run as they came, with their padding: {why}"
+        if self.tell is not None:
+            self.tell(words)
+        else:
+            _TOLD.setdefault(site.module, Notices())(words)
+
+
+_TOLD: WeakKeyDictionary[nn.Module, Notices] = WeakKeyDictionary()
+
+
+class _Proxy:
+    """Stands in for the `forward` of one module."""
+
+    def __init__(self, site: CallSite, run: _Run) -> None:
+        self._site, self._run, self._model, self._original = site, run, site.module, site.module.forward
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]  # planning is no work for a compiler
-        @functools.wraps(self._original)  # whoever looks for the model's own function finds it
+        @functools.wraps(self._original)  # whoever looks for the module's own function finds it
         def forward(*args: Any, **inputs: Any) -> Any:
-            return self._forward(*args, **inputs)
+            return self._original(*args, **inputs) if self._run.is_inside else self._forward(*args, **inputs)
 
-        # Its own, for who asks what a model's forward is.
+        # Its own, for who asks what a module's forward is.
         forward.padmin_stands_for = vars(self._model).get("forward")
         with replaced(self._model, forward=forward):
             yield
 
     def _forward(self, *args: Any, **inputs: Any) -> Any:
+        raise NotImplementedError
+
+    def _tried(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[Any] | None:
+        """Outputs of a call that has been proven to be the same in chunks; None where there is nothing to remove.
+
+        Raises:
+            AsItCame: there is, and it cannot run in chunks.
+        """
+        try:
+            bound = inspect.signature(self._original).bind(*args, **inputs)
+        except TypeError:  # which the module's own call says
+            return None
+        calls = cast("AnyCalls", self._kept("", lambda: AnyCalls(self._site, self._run.config)))
+        given = calls.mask_of(bound.arguments)
+        if given is None:
+            return None
+        if not self._run.is_alone:
+            raise AsItCame("parameters are sharded, and only models of transformers run in chunks then")
+        if _is_checkpointed():
+            raise AsItCame(_CHECKPOINTED)
+        before = RandomState()
+        try:
+            with self._run.inside():
+                result = calls.run(self._original, bound, given)
+        except OutOfMemoryError:
+            raise
+        except (AsItCame, PadMinError) as refused:
+            before.restore()
+            raise AsItCame(str(refused)) from None
+        if result is None:
+            return None
+        outputs, batches = result
+        self._run.took(self._site, batches.stats)
+        return (outputs,)
+
+    def _kept(self, mask: str, make: Callable[[], PaddedForward | AnyCalls]) -> PaddedForward | AnyCalls:
+        kept, key = self._run.kept, (id(self._model), mask)
+        if key not in kept:
+            made: Any = make()
+            for other in kept.values():  # a training says a thing once, not for each of its models
+                made.speaks_with(other)
+            kept[key] = made
+        return kept[key]
+
+
+class _AnyProxy(_Proxy):
+    """Of a module that is no model of transformers."""
+
+    def _forward(self, *args: Any, **inputs: Any) -> Any:
+        why = ""
+        try:
+            found = self._tried(args, inputs)
+            if found is not None:
+                return found[0]
+        except AsItCame as refused:
+            why = str(refused)
+        if why:
+            self._run.left(self._site, why)
+        return self._original(*args, **inputs)
+
+
+class _ModelProxy(_Proxy):
+    """Of a model of transformers."""
+
+    def __init__(self, site: CallSite, run: _Run) -> None:
+        super().__init__(site, run)
+        # Without a gate it is decided that rows are padded; a call must not make one of its own.
+        layout = "pad" if run.gate is None else run.config.layout
+        self._config = replace(run.config, labels_key=_LABELS, layout=layout)
+        self._parameters = list(inspect.signature(self._model.forward).parameters)
+
+    def _forward(self, *args: Any, **inputs: Any) -> Any:
         inputs = dict(zip(self._parameters, args, strict=False)) | inputs
-        # Chunks come back here; and generation has caches, which belong to whole batches.
-        if self._inside or inputs.get("use_cache") or inputs.get("past_key_values") is not None:
+        if inputs.get("use_cache") or inputs.get("past_key_values") is not None:  # caches belong to whole batches
             return self._original(**inputs)
         own_name = self._config.mask_key if inputs.get(self._config.mask_key) is not None else _MASK
-        if inputs.get(own_name) is None:  # nothing says what is padding
+        mask = inputs.get(own_name)
+        if mask is None:  # nothing says what is padding
             return self._original(**inputs)
+        if self._run.tell is None and not self._site.has_inside:
+            try:
+                return self._in_chunks(own_name, dict(inputs))
+            except _Refused as refused:
+                raise refused.error from None
+        why = self._why_not(own_name, inputs)
+        if why is None:
+            try:
+                return self._in_chunks(own_name, self._with_decoder_mask(inputs))
+            except _Refused as refused:
+                why = str(refused)
+            try:  # entries and outputs may be others than its library's
+                found = self._tried((), inputs)
+                if found is not None:
+                    return found[0]
+            except AsItCame:
+                pass
+        if why:
+            self._run.left(self._site, why)
+        return self._original(**inputs)
+
+    def _in_chunks(self, own_name: str, inputs: dict[str, Any]) -> Any:
         if inputs.get(_LABELS) is None:  # backbones are passed on what only the head reads
             inputs.pop("num_items_in_batch", None)
+        before = RandomState()
         padded = self._padded(own_name)
-        self._inside = True
         try:
-            outputs = padded(**inputs)
+            with self._run.inside():
+                outputs = padded(**inputs)
             assert padded.micro_batches is not None
-            self._on_call(padded.micro_batches.stats)
+            self._run.took(self._site, padded.micro_batches.stats)
+        except OutOfMemoryError:
+            raise
+        except PadMinError as error:
+            if padded.micro_batches is not None and not self._run.is_alone:
+                raise  # other ranks have run their chunks, and go on
+            before.restore()
+            raise _Refused(error) from error
         finally:
-            self._inside = False
             padded.micro_batches = None  # the batch is not to live until the next call
         return outputs
 
+    def _why_not(self, own_name: str, inputs: Mapping[str, Any]) -> str | None:
+        """Why a call runs as it came, "" where there is nothing to say; None where it may run in chunks."""
+        mask = inputs[own_name]
+        if not isinstance(mask, Tensor) or (mask.ndim != 2 and self._site.has_inside):
+            return ""
+        if self._run.is_alone and bool((mask == 1).all()):
+            return ""
+        if _is_checkpointed():
+            return _CHECKPOINTED
+        inside = "" if self._site.has_inside else "the model would take its loss of each chunk: call it without "
+        for name, value in inputs.items():
+            is_target = any(part in name for part in _TARGETS) and name != _LABELS
+            if is_target and value is not None and value is not False:
+                return inside and inside + repr(name)
+        if inputs.get(_LABELS) is not None:
+            try:
+                CausalLoss.of(self._model, replace(self._config, mask_key=own_name), dict(inputs))
+            except BatchError as refused:
+                return "" if self._site.has_inside else str(refused)
+        return None
+
+    def _with_decoder_mask(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Without a mask all slots of a decoder count: then it is one of ones."""
+        given = [inputs.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds")]
+        tokens = next((each for each in given if isinstance(each, Tensor)), None)
+        added = dict(inputs)
+        is_open = tokens is not None and inputs.get(_DECODER_MASK) is None and inputs.get(_LABELS) is None
+        if is_open and takes(self._model, _DECODER_MASK, by_name=True):
+            assert tokens is not None
+            added[_DECODER_MASK] = tokens.new_ones(tokens.shape[:2], dtype=torch.long)
+        return added
+
     def _padded(self, mask: str) -> PaddedForward:
-        key = id(self._model), mask
-        if key not in self._kept:
+        def make() -> PaddedForward:
             config = replace(self._config, mask_key=mask)
-            made = PaddedForward(self._model, config, exchange=self._exchange, gate=self._gate)
-            for other in self._kept.values():  # a training says a thing once, not for each of its models
-                made.speaks_with(other)
-            self._kept[key] = made
-        return self._kept[key]
+            return PaddedForward(self._model, config, exchange=self._run.exchange, gate=self._run.gate)
+
+        return cast("PaddedForward", self._kept(mask, make))
+
+
+class _Refused(Exception):
+    """A model's call that could not run in chunks; nothing is left of the attempt."""
+
+    def __init__(self, error: PadMinError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _is_checkpointed() -> bool:
+    """Whether this call runs inside of `torch.utils.checkpoint`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("checkpoint.py") and "torch" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+__all__ = ["Calls", "Forwards", "chunked", "transformers_models"]

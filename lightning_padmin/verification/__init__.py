@@ -43,7 +43,7 @@ from lightning_padmin.verification.facets import (
 from lightning_padmin.verification.fingerprints import Fact, Fingerprint, fingerprint, what_changed
 from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
-from lightning_padmin.verification.ledger import MOST_FACETS, Ledger
+from lightning_padmin.verification.ledger import MOST_FACETS, WAYS, Ledger
 from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_of
 from lightning_padmin.verification.pack_check import PackCheck
 from lightning_padmin.verification.padding import GRADIENTS, STILL, Heard, Logged, filled, moved
@@ -62,6 +62,7 @@ __all__ = [
     "GRADIENTS",
     "MOST_FACETS",
     "STILL",
+    "WAYS",
     "Advice",
     "Fact",
     "Fingerprint",

@@ -711,7 +711,10 @@ class _Check:
         stays_untold = self._is_joint or self.is_packed or self.may_stay_untold
         if status >= Status.PROMPTS or (status is Status.RANDOM and not stays_untold):
             rank = f" (rank {worst})" if len(table) > 1 else ""
-            raise GradientCheckError(f"first-batch check{rank}: {words}")
+            error = GradientCheckError(f"first-batch check{rank}: {words}")
+            by_option = status in (Status.PROMPTS, Status.COLUMNS, Status.DECLARATION)
+            error.is_declaration = self.is_packed or by_option
+            raise error
         told = status in (Status.EXACT, Status.ROLLED)
         untellable = status in (Status.RANDOM, Status.ROUTING)
         final = untellable or (told and bool(table[:, 4].any()))

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_padmin.errors import PadMinError
 
 FIRST_STEPS = (1, 3, 10, 30, 100)
+WAYS = ("split", "joint", "replay", "as it came")
 MOST_FACETS = 64
 _MOST_TRIES = 8  # batches on which a facet is looked for in vain
 _WITHOUT_GRADIENT = 0.08  # of a try: gradients may come yet
@@ -47,12 +48,14 @@ class Ledger:
         worst: the largest difference among them.
         last: the step of the last one.
         record: the first and the last of them.
+        way: how batches run, one of `WAYS`; a verdict is one on that way.
         given_up_before: facets that none had seen when the checkpoint was written.
     """
 
     def __init__(self, every: int = 500) -> None:
         self.every, self.step, self.audits, self.worst, self.last = every, 0, 0, 0.0, 0
         self.record: list[Audit] = []
+        self.way = WAYS[0]
         self._began = self._audits_before = 0  # steps and audits of earlier processes
         self._history: dict[str, int] = {}  # what they have seen
         self.given_up_before: list[str] = []
@@ -134,6 +137,13 @@ class Ledger:
         self.record.append(Audit(self.step, difference, tuple(shown)))
         self.could_not_tell()
 
+    def restart(self, way: str) -> None:
+        """The batch that is about to run goes another way: what was seen counts no more, and it is checked."""
+        self.way, self._history = way, self.facets
+        self._began, self._audits_before = self.step - 1, self.audits
+        self._seen, self._tries, self._pending = {}, {}, frozenset()
+        self._new, self._is_due = frozenset(), True
+
     @property
     def has_passed(self) -> bool:
         """Whether a check of this training has passed; not so where that was before a checkpoint."""
@@ -160,6 +170,7 @@ class Ledger:
         record = [asdict(each) | {"facets": list(each.facets)} for each in self.record]
         return {
             "step": self.step,
+            "way": self.way,
             "audits": self.audits,
             "worst": self.worst,
             "last": self.last,
@@ -182,11 +193,14 @@ class Ledger:
             ]
             numbers = int(state["step"]), int(state["audits"]), float(state["worst"]), int(state["last"])
             given_up = list(_texts(state.get("given_up", ())))
+            way = str(state.get("way", self.way))
+            if way not in WAYS:
+                raise ValueError(f"way={way[:40]!r}: expected one of {', '.join(map(repr, WAYS))}")
             history = {_text(facet): int(step) for facet, step in dict(state.get("facets", {})).items()}
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PadMinError(f"audits of a checkpoint cannot be read: {type(error).__name__}: {error}") from None
         self.step, self.audits, self.worst, self.last = numbers
-        half = _MOST_KEPT // 2
+        self.way, half = way, _MOST_KEPT // 2
         self.record = record if len(record) <= _MOST_KEPT else record[:half] + record[-half:]
         self.given_up_before = given_up[: 4 * MOST_FACETS]
         self._began, self._audits_before = self.step, self.audits
@@ -203,4 +217,4 @@ def _texts(values: Iterable[object]) -> tuple[str, ...]:
     return tuple(_text(each) for each in values)
 
 
-__all__ = ["FIRST_STEPS", "MOST_FACETS", "Audit", "Ledger"]
+__all__ = ["FIRST_STEPS", "MOST_FACETS", "WAYS", "Audit", "Ledger"]

@@ -75,7 +75,9 @@ class PackCheck:
         if outcome.told:
             return True
         if self._gate.is_demanded:
-            raise GradientCheckError(f"layout='pack' stays unproven: {outcome.words}. Use layout='pad'")
+            unproven = GradientCheckError(f"layout='pack' stays unproven: {outcome.words}. Use layout='pad'")
+            unproven.is_declaration = True
+            raise unproven
         self._gate.give_up(outcome.words)
         return False
 

@@ -45,6 +45,7 @@ def test_every_option_is_there() -> None:
         ({"batch_schema": '{"segments": "position"}'}, {"batch_schema": {"segments": "position"}}),
         ({"batch_schema": {"segments": "position"}}, {"batch_schema": {"segments": "position"}}),
         ({"log_reduce": '{"rows": "sum"}'}, {"log_reduce": {"rows": "sum"}}),
+        ({"call_masks": '{"encoder": "~pad"}'}, {"call_masks": {"encoder": "~pad"}}),
     ],
 )
 def test_values(given: dict[str, Any], expected: dict[str, Any]) -> None:

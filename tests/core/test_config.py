@@ -47,6 +47,7 @@ BAD: dict[str, list[Any]] = {
     "method": ["best", None, 1],
     "log_prefix": [None, 0],
     "log_reduce": [None, "sum", ["sum"], {"x": "average"}, {"x": None}, {1: "sum"}],
+    "call_masks": [None, "mask", {"x": ""}, {"x": "not a name"}, {"x": "sizes:n"}, {"x": None}, {0: "mask"}],
 }
 _BARE = {False: "off", True: "audit"}  # what YAML makes of a bare off and on
 GOOD: dict[str, list[Any]] = {
@@ -76,6 +77,7 @@ GOOD: dict[str, list[Any]] = {
     "method": ["greedy"],
     "log_prefix": ["", "train/padmin/"],
     "log_reduce": [{}, {"rows": "sum", "a": "mean", "b": "max", "c": "min", "d": "last"}],
+    "call_masks": [{}, {"encoder": "mask", "towers.*": "~pad", "rnn": "lengths:n_frames", "head": "off"}],
 }
 
 

@@ -439,12 +439,22 @@ def test_experts_in_half_precision_are_warned_of(experts: int) -> None:
     batches = [make_batch([6, 6, 3, 3])]
     if experts > 1:
         with pytest.warns(PadMinWarning, match="rounding sends to other experts"):
-            fit(Experts(), batches, padmin(loss_reduction="row-mean", token_budget=48), precision="bf16-mixed")
+            fit(
+                Experts(),
+                batches,
+                padmin(mode="split", loss_reduction="row-mean", token_budget=48),
+                precision="bf16-mixed",
+            )
     else:
         with pytest.raises(GradientCheckError):
-            fit(Experts(), batches, padmin(loss_reduction="row-mean", token_budget=48), precision="bf16-mixed")
+            fit(
+                Experts(),
+                batches,
+                padmin(mode="split", loss_reduction="row-mean", token_budget=48),
+                precision="bf16-mixed",
+            )
     with pytest.raises(GradientCheckError):
-        fit(Experts(), batches, padmin(loss_reduction="row-mean"))
+        fit(Experts(), batches, padmin(mode="split", loss_reduction="row-mean"))
 
 
 @pytest.mark.parametrize("how", ["first-batch", "audit"])

@@ -223,7 +223,9 @@ def assert_same(ours: Series, theirs: Series, relative: float) -> None:
 
 def of_padmin(everything: Series, ours: bool = True) -> Series:
     """Of the callback, or of others; audits are another matter."""
-    everything = {name: values for name, values in everything.items() if not name.startswith("padmin/audit")}
+    everything = {
+        name: values for name, values in everything.items() if not name.startswith(("padmin/audit", "padmin/mode"))
+    }
     return {name: values for name, values in everything.items() if name.startswith("padmin/") == ours}
 
 

@@ -59,6 +59,7 @@ VALUES: dict[str, Any] = {
     "audit_every": 100,
     "log_prefix": "",
     "log_reduce": {"rows": "sum"},
+    "call_masks": {"encoder": "~pad"},
 }
 
 

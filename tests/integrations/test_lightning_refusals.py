@@ -377,7 +377,7 @@ class Raises(pl.Callback):
     def __init__(self, hook: str, error: BaseException) -> None:
         def raising(trainer: pl.Trainer, *_: Any, **__: Any) -> None:
             loop = trainer.fit_loop.epoch_loop.automatic_optimization
-            assert isinstance(loop, lightning_loop.SplitOptimization)
+            assert isinstance(loop, lightning_loop.AutoOptimization)
             raise error
 
         setattr(self, hook, raising)

@@ -101,7 +101,7 @@ def test_checkpoints_of_a_session() -> None:
         with pytest.raises(PadMinError, match="audits of a checkpoint"):
             other.load_state_dict(state | {"audits": bad})
     other.load_state_dict(state, counts=False)
-    assert other.audits.metrics("padmin/") == {"padmin/audits": 1, "padmin/audit_worst": 1e-7}
+    assert other.audits.metrics("padmin/") == {"padmin/audits": 1, "padmin/audit_worst": 1e-7, "padmin/mode": 0}
     again = pickle.loads(pickle.dumps(other)).audits.ledger()
     assert (again.step, again.audits, again.has_passed, again.facets) == (1, 1, False, {"a": 1})
     again.begin_step()

@@ -1,0 +1,323 @@
+"""Calls of a module that nobody knows, in chunks: planned by their own mask, tried before they are trusted.
+
+What sizes suggest of inputs, and small calls show of outputs, is proven on the call itself: run as it came and in
+chunks, without a gradient, without dropout and without a trace, both must give each row the same. That is done once
+for each structure of inputs, and again where rows begin behind padding for the first time. A module that reads padding,
+couples rows, draws random numbers or writes to itself is found here, and its calls run as they came.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_padmin.architectures import refuse_batch_statistics, screen
+from lightning_padmin.batch import BatchSpec, Field
+from lightning_padmin.config import PadMinConfig
+from lightning_padmin.errors import PadMinError
+from lightning_padmin.forward.arguments import (
+    AsItCame,
+    Entries,
+    Reading,
+    Readings,
+    entries_of,
+    leaves,
+    readings_of,
+    rebuilt,
+    value_at,
+)
+from lightning_padmin.forward.calls import CallMask, CallSite
+from lightning_padmin.forward.padded_forward import PaddedForward
+from lightning_padmin.forward.places import LEAST_WIDTH, Places, joined, places_of, real_slots, sizes, with_fill
+from lightning_padmin.microbatching import MicroBatcher, MicroBatches, SlotMap
+from lightning_padmin.runtime import ModuleState, without_dropout
+
+_MASK = "mask"
+_MOST_STRUCTURES = 16
+# max |chunks - whole| / max |whole| up to which outputs are the same but for rounding.
+_LIMITS = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 0.1, torch.float16: 0.1}
+_LIMIT, _HALF_LIMIT = 1e-3, 0.1
+
+Key = tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Memory:
+    """What has been found out about one module's calls.
+
+    Attributes:
+        readings: of inputs, that were right.
+        places: of outputs, by the structure of the call; a text where it runs as it came, and why.
+    """
+
+    readings: Readings = field(default_factory=dict)
+    places: dict[Key, Places | str] = field(default_factory=dict)
+
+
+_MEMORIES: WeakKeyDictionary[nn.Module, Memory] = WeakKeyDictionary()
+
+
+class AnyCalls:
+    """Runs calls of one module in chunks.
+
+    Args:
+        site: the module.
+        config: the options.
+    """
+
+    def __init__(self, site: CallSite, config: PadMinConfig) -> None:
+        self._site, self._module = site, site.module
+        self._config = config
+        # Which entry is what is found out here, and whatever is reduced is so behind the call.
+        plain: dict[str, Any] = {"labels_key": None, "loss_mask_key": None, "mask_key": _MASK, "layout": "pad"}
+        plain |= {"batch_schema": {}, "static_keys": (), "shape_buckets": None, "mode": "joint"}
+        launch_cost = config.launch_cost if isinstance(config.launch_cost, int) else PadMinConfig.launch_cost
+        plain |= {"launch_cost": launch_cost}
+        self._batcher = MicroBatcher(replace(config.without_loss(), **plain))
+        self._memory = _MEMORIES.setdefault(site.module, Memory())
+
+    def speaks_with(self, other: AnyCalls | PaddedForward) -> None:
+        """What one of the two has said, the other does not say again."""
+        self._batcher.speaks_with(other._batcher)
+
+    def mask_of(self, arguments: Mapping[str, Any]) -> CallMask | None:
+        """What says what is padding in a call; None where nothing does."""
+        masks = self._site.masks or (CallMask("attention_mask", "mask"),)  # of a model of transformers
+        return next((mask for mask in masks if value_at(arguments, mask.argument) is not None), None)
+
+    def run(
+        self, original: Callable[..., Any], bound: inspect.BoundArguments, given: CallMask
+    ) -> tuple[Any, MicroBatches] | None:
+        """Outputs of a call, and its micro-batches; None where there is no padding to remove, or no mask after all.
+
+        Args:
+            original: the module's own forward.
+            bound: its arguments.
+            given: which of them says what is padding.
+
+        Raises:
+            AsItCame: it cannot run in chunks.
+        """
+        refuse_batch_statistics(self._module)
+        entries = entries_of(bound.arguments, given, self._memory.readings)
+        if entries is None or bool(entries.real.all()):
+            return None
+        readings = readings_of(entries, self._memory.readings, self._config)
+        call = _Call(original, bound, entries, readings)
+        batches = self._planned(call)
+        if batches.stats.slots >= batches.stats.slots_before:
+            return None
+        key = _key(self._module, entries, readings, rolled=bool(batches.table.start.any()))
+        places = self._memory.places.get(key)
+        if places is None:
+            places = self._found_out(call, batches, key)
+        if isinstance(places, str):
+            raise AsItCame(places)
+        parts = [call.chunk(micro.batch, slots) for micro, slots in zip(batches, batches.slot_maps, strict=True)]
+        return joined(places, parts, batches), batches
+
+    def _planned(self, call: _Call) -> MicroBatches:
+        batch, fields = call.as_batch()
+        spec = BatchSpec(mask_key=_MASK, labels_key=None, fields=fields)
+        return self._batcher.prepare_made(lambda: batch, names=spec)
+
+    def _found_out(self, call: _Call, batches: MicroBatches, key: Key) -> Places | str:
+        memory = self._memory
+        if len(memory.places) >= _MOST_STRUCTURES:
+            return f"its inputs have had {_MOST_STRUCTURES} structures already"
+        if int(batches.table.length.max()) < LEAST_WIDTH:
+            return f"no row has {LEAST_WIDTH} positions, which is too few to tell its outputs' dimensions"
+        try:
+            screen(self._module, tolerate={"batch-norm", "balance-loss"}).refuse()
+            found: Places | str = self._proven(call, batches)
+        except (AsItCame, PadMinError) as refused:
+            found = str(refused)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the module's own, for parts of the call
+            found = f"parts of it raise {type(error).__name__}: {error}"
+        memory.places[key] = found
+        if not isinstance(found, str):
+            for path, reading in call.readings.items():
+                leaf = call.entries.leaves[path]
+                known = memory.readings.setdefault((path, getattr(leaf, "ndim", -1)), [])
+                if reading not in known:
+                    known.append(reading)
+        return found
+
+    def _proven(self, call: _Call, batches: MicroBatches) -> Places:
+        """The places of outputs, after the call has given the same whole and in chunks.
+
+        Raises:
+            AsItCame: it has not.
+        """
+        state = ModuleState(self._module)
+        torch.clear_autocast_cache()
+        try:
+            with state.watching(), without_dropout(self._module) as watch, torch.no_grad():
+                whole = call.whole()
+                state.restart()
+                tried = sizes(int(batches.table.length.max()))
+                places = places_of([call.small(batches, *each) for each in tried], tried)
+                state.restart()
+                parts = [
+                    call.chunk(micro.batch, slots) for micro, slots in zip(batches, batches.slot_maps, strict=True)
+                ]
+                found = joined(places, parts, batches)
+                changes = state.changes()
+        finally:
+            state.restore()
+            torch.clear_autocast_cache()  # of weights without a graph, which the step would use
+        if changes:
+            raise AsItCame(f"it writes to itself in each call ({changes[0].path})")
+        return _compared(places, whole, found, parts, batches, watch.saw_half)
+
+
+def _compared(
+    places: Places, whole: Any, found: Any, parts: Sequence[Any], batches: MicroBatches, saw_half: bool
+) -> Places:
+    wanted, got, own = leaves(whole), leaves(found), [leaves(part) for part in parts]
+    if list(wanted) != list(got) or type(whole) is not type(found):
+        raise AsItCame("its outputs have other entries in chunks")
+    filled: Places = {}
+    for path, place in places.items():
+        filled[path] = place
+        if place is None:
+            continue
+        name, one, other = f"its output {path!r}" if path else "its output", wanted[path], got[path]
+        if one.shape != other.shape or one.dtype != other.dtype:
+            raise AsItCame(
+                f"{name} is {tuple(one.shape)} {one.dtype}, and in chunks {tuple(other.shape)} {other.dtype}"
+            )
+        real = real_slots(place, [part[path] for part in own], batches)
+        value = _difference(other[real], one[real])
+        limit = max(_LIMITS.get(one.dtype, _LIMIT), _HALF_LIMIT if saw_half else 0.0)
+        if not value <= limit:
+            raise AsItCame(
+                f"{name} differs in chunks (relative difference {value:.2g}, limit {limit:.0e}): it reads padding, "
+                "couples rows, draws random numbers, or an input is not what its sizes suggest"
+            )
+        filled[path] = with_fill(place, one, real) if place.position_dims else place
+    return filled
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    """Max |found - wanted| / max |wanted| of what is finite; infinite where values are not of one kind."""
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return 0.0 if torch.equal(found, wanted) else float("inf")
+    finite = wanted.isfinite()
+    odd, own = wanted[~finite], found[~finite]
+    if not bool(((odd == own) | (odd.isnan() & own.isnan())).all()) or not wanted[finite].numel():
+        return 0.0 if bool(((odd == own) | (odd.isnan() & own.isnan())).all()) else float("inf")
+    scale = float(wanted[finite].abs().max()) or 1.0
+    return float((found[finite] - wanted[finite]).abs().max()) / scale
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call: its arguments, and what they are."""
+
+    original: Callable[..., Any]
+    bound: inspect.BoundArguments
+    entries: Entries
+    readings: Mapping[str, Reading]
+
+    def as_batch(self) -> tuple[dict[str, Any], dict[str, Field]]:
+        """What is planned: the entries that are gathered, by number, and the mask of real positions."""
+        real = self.entries.real
+        if any(reading.kind == "shared" for reading in self.readings.values()):
+            # Positions that all rows share cannot be rolled for each: rows begin in the first column.
+            real = real.flip(1).cumsum(1).flip(1) > 0
+        batch, fields = {_MASK: real.long()}, {_MASK: Field("position")}
+        for name, path in self._names.items():
+            batch[name], fields[name] = self.entries.leaves[path], self.readings[path].field
+        return batch, fields
+
+    @property
+    def _names(self) -> dict[str, str]:
+        gathered = [path for path, reading in self.readings.items() if reading.kind in ("row", "position")]
+        return {f"entry {k}": path for k, path in enumerate(gathered)}
+
+    def whole(self) -> Any:
+        """As it came, on copies: what the module writes to its inputs is found.
+
+        Raises:
+            AsItCame: it writes to them.
+        """
+        copies = {
+            path: leaf.clone() if isinstance(leaf, Tensor) else leaf for path, leaf in self.entries.leaves.items()
+        }
+        versions = {path: leaf._version for path, leaf in copies.items() if isinstance(leaf, Tensor)}
+        outputs = self._run(copies)
+        written = [path for path, version in versions.items() if copies[path]._version != version]
+        if written:
+            raise AsItCame(f"it writes to its input {written[0]!r}")
+        return outputs
+
+    def chunk(self, batch: Mapping[str, Any], slots: SlotMap) -> Any:
+        """Outputs of a chunk."""
+        values = dict(self.entries.leaves)
+        values |= {path: batch[name] for name, path in self._names.items()}
+        return self._run(self._narrowed(values, slots.widths[0]))
+
+    def _narrowed(self, values: dict[str, Any], width: int) -> dict[str, Any]:
+        for path, reading in self.readings.items():
+            if reading.kind == "shared":
+                for dim in reading.position_dims:
+                    values[path] = values[path].narrow(dim, 0, width)
+        return values
+
+    def small(self, batches: MicroBatches, rows: int, width: int, longest: int) -> Any:
+        """Outputs of a small call cut from this one: the longest rows, over again, and none of more than `longest`."""
+        table = batches.table
+        index = np.argsort(-table.length[:, 0], kind="stable")
+        index = np.resize(index, rows).astype(np.int64)
+        length = np.minimum(table.length[index], longest)
+        slots = SlotMap(index, table.start[index], length, (width,), table.widths, len(table))
+        values = dict(self.entries.leaves)
+        for path, reading in self.readings.items():
+            leaf = values[path]
+            if isinstance(leaf, Tensor):
+                values[path] = slots.take(leaf, reading.field)
+            elif reading.kind == "row":
+                values[path] = type(leaf)([leaf[k] for k in index])
+        values[self.entries.mask] = self._small_mask(values[self.entries.mask], slots)
+        return self._run(self._narrowed(values, width))
+
+    def _small_mask(self, mask: Any, slots: SlotMap) -> Any:
+        length = slots.length[:, 0]
+        if self.entries.kind == "lengths":
+            if isinstance(mask, Tensor):
+                return torch.as_tensor(length, device=mask.device).to(mask.dtype)
+            return type(mask)(length.tolist())
+        real = torch.arange(slots.widths[0]) < torch.as_tensor(length)[:, None]
+        real = real.to(mask.device).view(len(slots), *[1] * (mask.ndim - 2), slots.widths[0])
+        if self.entries.kind == "padding" and mask.is_floating_point():
+            return torch.zeros_like(mask).masked_fill(~real, float("-inf"))
+        return (real if self.entries.kind == "mask" else ~real).expand(mask.shape).to(mask.dtype)
+
+    def _run(self, values: Mapping[str, Any]) -> Any:
+        call = inspect.BoundArguments(self.bound.signature, rebuilt(dict(self.bound.arguments), values))
+        return self.original(*call.args, **call.kwargs)
+
+
+def _key(module: nn.Module, entries: Entries, readings: Mapping[str, Reading], *, rolled: bool) -> Key:
+    """What a proof holds for: whether it trains, and of each entry what it is."""
+    parts: list[Any] = [module.training, rolled, entries.mask, entries.kind]
+    for path, leaf in entries.leaves.items():
+        if path in readings:
+            reading = readings[path]
+            parts.append((path, reading.kind, reading.row_dim, reading.position_dims, getattr(leaf, "dtype", None)))
+        else:
+            parts.append((path, leaf if isinstance(leaf, bool | str | None) else type(leaf)))
+    return tuple(parts)
+
+
+__all__ = ["AnyCalls"]
