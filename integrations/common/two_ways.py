@@ -228,6 +228,7 @@ def apart_on_shards(
     *,
     without_trace: Way,
     exchange: Exchange,
+    logged: Logged | None = None,
 ) -> Apart:
     """`apart` where parameters are sharded: each rank sketches its own shards, and passes are collective.
 
@@ -237,27 +238,49 @@ def apart_on_shards(
         ways: two.
         without_trace: see `apart`.
         exchange: the collective.
+        logged: see `apart`.
     """
     state = ModuleState(model)
     model.train()
-    tolerance = Tolerance.for_(dtypes_of(model))
-    sketches, heard = [], _Heard(loss)
+    tolerance, heard = Tolerance.for_(dtypes_of(model)), _Heard(loss)
+    values = Heard(lambda _: heard(), logged)
+
+    def run(way: Way) -> tuple[Sketches, Mapping[str, Tensor]]:
+        nonlocal tolerance
+        within, no_hooks = way(), without_user_hooks(model)
+        with without_trace(), no_hooks, without_dropout(model) as watch, within:
+            with torch.enable_grad():
+                value = values(None)
+            torch.autograd.backward(value)
+            found = sketched_shards(model)
+        tolerance = tolerance.if_half(watch.saw_half)
+        state.clear()
+        return found, values.take()
+
+    def compare(found: Sketches, wanted: Sketches) -> tuple[float, str]:
+        return difference_over_ranks(found, wanted, tolerance.limit, exchange)
+
+    def moved_by(way: Way) -> list[str]:
+        again, of_again = run(way)
+        stays = compare(again, found)[0] <= STILL
+        return [*moved(of_again, of_found), *(() if stays else (GRADIENTS,))]
+
+    names: list[str] = []
     try:
-        for way in ways:
-            within, no_hooks = way(), without_user_hooks(model)
-            with without_trace(), no_hooks, without_dropout(model) as watch, within:
-                with torch.enable_grad():
-                    value = heard()
-                torch.autograd.backward(value)
-                sketches.append(sketched_shards(model))
-            tolerance = tolerance.if_half(watch.saw_half)
-            state.clear()
+        came, _ = run(ways[0])
+        found, of_found = run(ways[1])
+        tolerance = tolerance.if_half(bool(exchange([tolerance.is_half]).any()))
+        worst, name = compare(found, came)
+        if logged is not None and worst <= tolerance.limit:  # the same on all ranks
+            names = moved_by(filled(ways[1]))
+            if exchange([int(bool(names))]).any():
+                anyway = moved_by(ways[1])
+                names = [each for each in names if each not in anyway]
     finally:
         state.restore()
-    tolerance = tolerance.if_half(bool(exchange([tolerance.is_half]).any()))
-    worst, name = difference_over_ranks(sketches[1], sketches[0], tolerance.limit, exchange)
     where = f"most in {name.replace('_fsdp_wrapped_module.', '')!r}"
-    return Apart(worst, tolerance.limit, where, frozenset(heard.losses))
+    reads = bool(exchange([int(bool(names))]).any())
+    return Apart(worst, tolerance.limit, where, frozenset(heard.losses), moved=tuple(names), reads_padding=reads)
 
 
 class _Heard:

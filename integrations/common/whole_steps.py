@@ -21,19 +21,19 @@ from torch import Tensor, nn
 
 from lightning_padmin.architectures import screen
 from lightning_padmin.batch import map_leaves
+from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import GradientCheckError, OnlyBackwardError, PadMinError
-from lightning_padmin.forward import Calls, Forwards, chunked
+from lightning_padmin.forward import Calls, CallSite, Forwards, call_sites, chunked
 from lightning_padmin.integrations.common.first_batch import FirstBatches
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.topology import Topology, ddp_of
 from lightning_padmin.integrations.common.trainers import look_for_whole_steps, untouched_trainer
 from lightning_padmin.integrations.common.training import Training
 from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
-from lightning_padmin.runtime import replaced, takes
+from lightning_padmin.runtime import replaced
 from lightning_padmin.stats import PaddingStats
 from lightning_padmin.verification import Outcome
 
-_MASK = "attention_mask"  # as models of transformers call it
 _MOST_LOSSES = 4  # of one step that are compared
 
 
@@ -75,7 +75,7 @@ class WholeSteps:
         session: Session,
         training: Training,
         *,
-        sites: Callable[[], dict[str, nn.Module]],
+        sites: Callable[[], Mapping[str, nn.Module | CallSite]],
         loss_tokens: Callable[[Any], int],
         words: Words,
         without_trace: Callable[[], AbstractContextManager[Any]] | None = None,
@@ -115,7 +115,7 @@ class WholeSteps:
 
     def _step(self, stock: Callable[..., Any], model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         own, sites = self._unwrapped(model), self._sites()
-        look_for_whole_steps(self._training.hooks, own, list(sites.values()))
+        look_for_whole_steps(self._training.hooks, own, _modules(sites))
         if not self._is_sharded:
             wants = self._training.to_audit([inputs if isinstance(inputs, Mapping) else {}]) is not None
             self._is_due = wants or self._first.is_due
@@ -191,12 +191,14 @@ class WholeSteps:
                     trainer=trainer,
                     without_trace=self._without_trace,
                     exchange=self._topology.exchange,
-                    logged=(lambda: self._logs) if self._looks_at_padding else None,
+                    logged=self._logged,
                     settled=settled,
                 )
             outcomes.append(self._judged(found))
         worst = max(outcomes, key=lambda each: (not each.told, each.difference))
         kinds = frozenset().union(*(each.losses for each in outcomes))
+        if worst.notable:
+            self._session.notices(worst.words, key=worst.words)
         return replace(worst, losses=kinds)
 
     def before_window(self, batches: Sequence[Any], num_items_in_batch: Any = None) -> None:
@@ -231,7 +233,9 @@ class WholeSteps:
 
         self._waste = PaddingStats()
         exchange = self._topology.exchange
-        found = apart_on_shards(loss, model, self._ways, without_trace=self._without_trace, exchange=exchange)
+        found = apart_on_shards(
+            loss, model, self._ways, without_trace=self._without_trace, exchange=exchange, logged=self._logged
+        )
         return self._judged(found)
 
     @property
@@ -242,7 +246,7 @@ class WholeSteps:
     def _as_stock(self) -> Iterator[None]:
         """Models run whole, inside of a step in chunks too."""
         with ExitStack() as stack:
-            for module in self._sites().values():
+            for module in _modules(self._sites()):
                 forward = vars(module).get("forward")
                 if forward is not None and hasattr(forward, "padmin_stands_for"):
                     own = forward.padmin_stands_for or type(module).forward.__get__(module)
@@ -267,7 +271,7 @@ class WholeSteps:
                 ) from error
             self._waste = calls.total
 
-    def _chunked(self, sites: dict[str, nn.Module]) -> AbstractContextManager[Calls]:
+    def _chunked(self, sites: Mapping[str, nn.Module | CallSite]) -> AbstractContextManager[Calls]:
         return chunked(sites, self._config, self._exchange, kept=self._forwards)
 
     def _judged(self, found: Apart) -> Outcome:
@@ -307,6 +311,10 @@ class WholeSteps:
         ledger = self._training.ledger
         return ledger is not None and ledger.has_passed and not ledger.new and not self._first.is_due
 
+    @property
+    def _logged(self) -> Callable[[], Mapping[str, Any]] | None:
+        return (lambda: self._logs) if self._looks_at_padding else None
+
     @contextmanager
     def _unlogged(self) -> Iterator[None]:
         """What the trainer logs inside is listened to, and not logged; nothing stays in it."""
@@ -325,34 +333,38 @@ class WholeSteps:
 
 
 class Sites:
-    """Models of transformers that a Trainer holds, as they are now, by name: their backbones, where they have one.
+    """Calls of modules that a Trainer holds which can run in chunks, as they are now, by name.
+
+    Of a model of transformers that has a backbone it is that one's, so that its head sees the whole batch.
 
     Args:
         trainer: its own attributes are looked through, and lists and dictionaries in these: a teacher, the module of a
             loss.
+        config: see `call_sites`.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, config: PadMinConfig) -> None:
+        self._trainer, self._config = trainer, config
         self._held: list[nn.Module] = []
-        self._found: dict[str, nn.Module] = {}
+        self._found: dict[str, CallSite] = {}
 
-    def __call__(self) -> dict[str, nn.Module]:
+    def __call__(self) -> dict[str, CallSite]:
         """Looks through them when the trainer holds others than at the last call."""
         named = dict(_held_by(self._trainer))
         held = list(named.values())
         if len(held) != len(self._held) or any(a is not b for a, b in zip(held, self._held, strict=True)):
-            self._held, self._found = held, _sites(named)
+            self._held, self._found = held, _sites(named, self._config)
         return self._found
 
     def refuse(self) -> None:
-        """Raises ArchitectureError where outputs for a row depend on the rows that run with it."""
-        for module in self().values():
-            screen(module, tolerate={"batch-norm", "balance-loss"}).refuse()
+        """Raises ArchitectureError where outputs of a model for a row depend on the rows that run with it."""
+        for site in self().values():
+            if site.is_model and not site.has_inside:
+                screen(site.module, tolerate={"batch-norm", "balance-loss"}).refuse()
 
 
 def _held_by(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
-    yield "", trainer.accelerator.unwrap_model(trainer.model)
+    yield "model", trainer.accelerator.unwrap_model(trainer.model)
     for name, value in vars(trainer).items():
         if name in ("model", "model_wrapped"):
             continue
@@ -364,41 +376,36 @@ def _held_by(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
                     yield f"{name}[{key!r}]", each
 
 
-def _sites(held: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
+def _sites(held: Mapping[str, nn.Module], config: PadMinConfig) -> dict[str, CallSite]:
+    found: dict[str, CallSite] = {}
     seen: set[int] = set()
-    for name, module in held.items():
-        for where, site in _inside(name, module, seen):
-            found[where] = site
-    return found
-
-
-def _inside(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost models of transformers at or below a module, each once."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    if _is_model(module):
-        backbone = _backbone(module)
-        if id(backbone) not in seen or backbone is module:
-            seen.add(id(backbone))
-            yield name, backbone
-        seen.update(map(id, module.modules()))
-        return
-    for key, child in module.named_children():
-        yield from _inside(f"{name}.{key}" if name else key, child, seen)
-
-
-def _is_model(module: nn.Module) -> bool:
-    has_config = isinstance(getattr(getattr(module, "config", None), "model_type", None), str)
-    # What PEFT wraps around a model looks like one.
-    return has_config and not hasattr(module, "get_base_model") and takes(module, _MASK, by_name=True)
+    for where, module in held.items():
+        declared = config if where == "model" else replace(config, call_masks={})  # whose names are of the model
+        inside = call_sites(module, declared, with_itself=True)
+        modules = {id(site.module) for site in inside.values()}
+        for name, site in inside.items():
+            backbone = _backbone(site.module) if site.is_model else site.module
+            has_backbone = backbone is not site.module and id(backbone) in modules
+            if id(site.module) not in seen and not has_backbone:
+                full = f"{where}.{name}" if name else where
+                found[full] = replace(site, name=full)
+        seen |= modules
+    return {
+        name: replace(site, has_inside=any(other.startswith(name + ".") for other in found))
+        for name, site in found.items()
+    }
 
 
 def _backbone(module: nn.Module) -> nn.Module:
-    inner = getattr(module, "base_model", None)
-    is_inside = isinstance(inner, nn.Module) and inner is not module and takes(inner, _MASK, by_name=True)
-    return inner if is_inside and isinstance(inner, nn.Module) else module
+    """What a model has inside of its head, and of what PEFT has put around it; the model itself where that is all."""
+    get_base: Any = getattr(module, "get_base_model", None)
+    whole: nn.Module = get_base() if callable(get_base) else module
+    inner = getattr(whole, "base_model", None)
+    return inner if isinstance(inner, nn.Module) else whole
+
+
+def _modules(sites: Mapping[str, nn.Module | CallSite]) -> list[nn.Module]:
+    return [each.module if isinstance(each, CallSite) else each for each in sites.values()]
 
 
 def _loss_of(result: Any) -> Any:

@@ -511,8 +511,14 @@ class Engine:
             prefer=prefer,
             may_stay_untold=may_stay_untold,
             subtracts_lost=pools and self._subtracts_lost,
-            advice=Advice(_COUPLED if Sites(trainer)() else _COUPLED_ELSEWHERE, _STOP, _ONCE, _SUM if pools else None),
+            advice=Advice(
+                _COUPLED if Sites(trainer, self.config)() else _COUPLED_ELSEWHERE, _STOP, _ONCE, _SUM if pools else None
+            ),
         )
+
+    @property
+    def _if_coupled(self) -> str:
+        return _COUPLED if Sites(self._trainer, self.config)() else _COUPLED_ELSEWHERE
 
     # Checkpoints.
 

@@ -11,7 +11,6 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.integrations.common import Session, Sites, Training, WholeSteps, Words, refuse_data_parallel
 
-_MASK = "attention_mask"
 _FIX = "Use mode='split' where your loss separates over rows, or PadMinConfig(enabled=False)"
 
 
@@ -28,19 +27,19 @@ def whole_steps(trainer: Any, session: Session, training: Training) -> WholeStep
         ArchitectureError: outputs of one of the models for a row depend on the rows that run with it.
     """
     refuse_unsupported(trainer, session.config)
-    sites = Sites(trainer)
+    sites = Sites(trainer, session.config)
     found = sites()
     if not found:
         raise ConfigError(
-            f"mode='joint' runs calls of models in chunks, and {type(trainer.model).__name__} has none of transformers "
-            f"inside (a config with model_type, {_MASK} in its forward): call your model through "
-            "lightning_padmin.PaddedForward in your own compute_loss, or use PadMinConfig(enabled=False)"
+            f"mode='joint' runs calls of modules in chunks, and none in {type(trainer.model).__name__} says what is "
+            "padding: it is no model of transformers, and no argument of a forward inside is a mask or lengths by its "
+            "name. Declare one, call_masks={'encoder': 'mask'}, or use PadMinConfig(enabled=False)"
         )
     sites.refuse()
-    names = ", ".join(f"{name or 'the model'} ({type(module).__name__})" for name, module in found.items())
+    names = ", ".join(f"{name} ({type(site.module).__name__})" for name, site in list(found.items())[:4])
     nothing = (
-        f"mode='joint' had nothing to run in chunks: in this step none of {names} was called with an {_MASK}, and "
-        "without caches of keys and values. It ran as it came"
+        f"mode='joint' had nothing to run in chunks: in this step none of {names} was called with padding that a mask "
+        "tells, or could take it. It ran as it came"
     )
     words = Words("models", "The loss, or what comes behind the models,", _FIX, nothing)
     return WholeSteps(trainer, session, training, sites=sites, loss_tokens=_LossTokens(trainer), words=words)

@@ -26,7 +26,7 @@ def worst(result: dict[str, Any]) -> float:
     return max(support.relative(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("case", ["sums", "means"])
+@pytest.mark.parametrize("case", ["sums", "means", "joint"])
 def test_gradients_losses_and_parameters_are_the_stock_ones(ranks: Ranks, case: str) -> None:
     for rank in ranks:
         result = rank[case]

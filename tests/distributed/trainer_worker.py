@@ -33,9 +33,16 @@ def train(kind: type, make: Any, config: PadMinConfig | None) -> dict[str, Any]:
         "gradients": record.gradients,
         "parameters": record.parameters,
         "losses": cases.losses(record),
-        "slots": sum(n * width for n, width in record.shapes),
+        "slots": slots_of(record),
         "logged": [log.get("padmin/micro_batches") for log in record.logs],
     }
+
+
+def slots_of(record: cases.Record) -> int:
+    """Of the model's calls; in joint mode these are whole, and what runs inside of them is counted."""
+    counted = record.trainer.padding_stats.slots if isinstance(record.trainer, cases.Ours) else 0
+    came = sum(n * width for n, width in record.shapes)
+    return min(came, counted) if counted else came
 
 
 def pair(make: Any, config: PadMinConfig) -> dict[str, Any]:
@@ -77,6 +84,7 @@ def main() -> dict[str, Any]:
     results = {
         "sums": pair(cases.llama, cases.BUDGET),
         "means": pair(cases.MeanLoss, means),
+        "joint": pair(cases.llama, replace(means, mode="joint")),
         "refused": outcome(cases.MeanLoss, PadMinConfig(token_budget=64, loss_reduction="sum")),
         "malformed": outcome(cases.llama, cases.BUDGET, collator=broken),
         "out of memory": outcome(limited(cases.llama, 50, 1), replace(cases.BUDGET, check="off")),

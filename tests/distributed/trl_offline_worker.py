@@ -31,10 +31,12 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightning_padmin import PadMinConfig, PadMinWarning
 from lightning_padmin.integrations.common import WholeSteps
+from lightning_padmin.integrations.transformers import PadMinTrainerMixin
 from lightning_padmin.integrations.trl import PadMinMixin
 
 RANK = int(os.environ["LOCAL_RANK"])
@@ -64,6 +66,9 @@ def texts(kind: str) -> Dataset:
     lengths = [length for _ in range(2 * WINDOW) for length in ([30, 25, 14, 9, 5, 3], [6, 5, 4, 4, 3, 3])]
     flat = [length for batch in lengths for length in batch]
     rows = [words(length, 7 * k) for k, length in enumerate(flat)]
+    if kind == "trainer":
+        encoded = cases.tokenizer()(rows)["input_ids"]
+        return Dataset.from_dict({"input_ids": encoded, "labels": [[-100, *row[1:]] for row in encoded]})
     if kind == "sft":
         return Dataset.from_dict({"text": rows})
     others = [words(length + 2, 5 * k) for k, length in enumerate(flat)]
@@ -71,7 +76,11 @@ def texts(kind: str) -> Dataset:
 
 
 def train(kind: str, padmin: PadMinConfig | None, *layers: type) -> cases.Record:
-    base, config = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[kind]
+    base, config, mixin = {
+        "sft": (SFTTrainer, SFTConfig, PadMinMixin),
+        "dpo": (DPOTrainer, DPOConfig, PadMinMixin),
+        "trainer": (Trainer, TrainingArguments, PadMinTrainerMixin),
+    }[kind]
     record, model = cases.Record(), cases.qwen2()
     model.config._name_or_path = cases.saved(model)
     arguments = config(
@@ -88,12 +97,13 @@ def train(kind: str, padmin: PadMinConfig | None, *layers: type) -> cases.Record
         disable_tqdm=True,
         ddp_timeout=60,
     )
-    kinds = (*layers, PadMinMixin, base) if padmin is not None else (*layers, base)
+    kinds = (*layers, mixin, base) if padmin is not None else (*layers, base)
     trainer = type("Ours", kinds, {})(
         model=model,
         args=arguments,
         train_dataset=texts(kind),
         processing_class=cases.tokenizer(),
+        **({"data_collator": DataCollatorForSeq2Seq(cases.tokenizer())} if kind == "trainer" else {}),
         callbacks=[cases.Recorder(record)],
         **({} if padmin is None else {"padmin": padmin}),
     )
@@ -102,7 +112,7 @@ def train(kind: str, padmin: PadMinConfig | None, *layers: type) -> cases.Record
     return record
 
 
-CONFIG = PadMinConfig(token_budget=32, launch_cost=4)
+CONFIG = PadMinConfig(token_budget=32, launch_cost=4, mode="joint")
 
 
 def compared(kind: str) -> Any:
@@ -134,9 +144,17 @@ def dpo() -> Any:
     return compared("dpo")
 
 
-def reads() -> Any:
+def trainer() -> Any:
+    return compared("trainer")
+
+
+def reads_in_trainer() -> Any:
+    return reads("trainer")
+
+
+def reads(kind: str = "sft") -> Any:
     try:
-        train("sft", CONFIG, Reads)
+        train(kind, CONFIG, Reads)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "trained"

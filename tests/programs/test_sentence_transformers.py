@@ -18,7 +18,6 @@ from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
-    losses,
 )
 from sentence_transformers.cross_encoder import (
     CrossEncoder,
@@ -26,7 +25,8 @@ from sentence_transformers.cross_encoder import (
     CrossEncoderTrainingArguments,
 )
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
-from sentence_transformers.models import Pooling, Transformer
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 pytestmark = pytest.mark.slow
 JOINT = PadMinConfig(mode="joint", token_budget=160, launch_cost=4)
