@@ -41,6 +41,9 @@ from lightning_padmin.runtime import ModuleState, without_dropout
 
 _MASK = "mask"
 _MOST_STRUCTURES = 16
+_MOST_TRIES = 3
+# Whose forward hooks are not the user's.
+_FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "accelerate", "deepspeed", "transformers", "peft")
 # max |chunks - whole| / max |whole| up to which outputs are the same but for rounding.
 _LIMITS = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 0.1, torch.float16: 0.1}
 _LIMIT, _HALF_LIMIT = 1e-3, 0.1
@@ -55,10 +58,16 @@ class Memory:
     Attributes:
         readings: of inputs, that were right.
         places: of outputs, by the structure of the call; a text where it runs as it came, and why.
+        tries: proofs in which it has written to itself.
     """
 
     readings: Readings = field(default_factory=dict)
     places: dict[Key, Places | str] = field(default_factory=dict)
+    tries: int = 0
+
+
+class _Writes(AsItCame):
+    """The module writes to itself."""
 
 
 _MEMORIES: WeakKeyDictionary[nn.Module, Memory] = WeakKeyDictionary()
@@ -106,6 +115,9 @@ class AnyCalls:
             AsItCame: it cannot run in chunks.
         """
         refuse_batch_statistics(self._module)
+        hooked = _hooked(self._module)
+        if hooked is not None:
+            raise AsItCame(f"{hooked!r} inside of it has a forward hook, which would be called with each chunk")
         entries = entries_of(bound.arguments, given, self._memory.readings)
         if entries is None or bool(entries.real.all()):
             return None
@@ -120,8 +132,16 @@ class AnyCalls:
             places = self._found_out(call, batches, key)
         if isinstance(places, str):
             raise AsItCame(places)
-        parts = [call.chunk(micro.batch, slots) for micro, slots in zip(batches, batches.slot_maps, strict=True)]
-        return joined(places, parts, batches), batches
+        return joined(places, self._parts(call, batches), batches), batches
+
+    def _parts(self, call: _Call, batches: MicroBatches) -> list[Any]:
+        pairs = zip(batches, batches.slot_maps, strict=True)
+        try:
+            return [call.chunk(micro.batch, slots) for micro, slots in pairs]
+        except (torch.OutOfMemoryError, PadMinError):
+            raise
+        except Exception as error:  # a row alone, say, whose first dimension it has dropped
+            raise AsItCame(f"a part of it raises {type(error).__name__}: {error}") from error
 
     def _planned(self, call: _Call) -> MicroBatches:
         batch, fields = call.as_batch()
@@ -137,6 +157,11 @@ class AnyCalls:
         try:
             screen(self._module, tolerate={"batch-norm", "balance-loss"}).refuse()
             found: Places | str = self._proven(call, batches)
+        except _Writes as refused:
+            found = str(refused)
+            memory.tries += 1
+            if memory.tries < _MOST_TRIES:  # what it makes once, in its first call, is there in the next one
+                return ""
         except (AsItCame, PadMinError) as refused:
             found = str(refused)
         except torch.OutOfMemoryError:
@@ -167,17 +192,29 @@ class AnyCalls:
                 tried = sizes(int(batches.table.length.max()))
                 places = places_of([call.small(batches, *each) for each in tried], tried)
                 state.restart()
-                parts = [
-                    call.chunk(micro.batch, slots) for micro, slots in zip(batches, batches.slot_maps, strict=True)
-                ]
+                parts = self._parts(call, batches)
                 found = joined(places, parts, batches)
                 changes = state.changes()
         finally:
             state.restore()
             torch.clear_autocast_cache()  # of weights without a graph, which the step would use
         if changes:
-            raise AsItCame(f"it writes to itself in each call ({changes[0].path})")
+            raise _Writes(f"it writes to itself in each call ({changes[0].path})")
         return _compared(places, whole, found, parts, batches, watch.saw_half)
+
+
+def _hooked(module: nn.Module) -> str | None:
+    """A module inside that has a hook of the user; what is on the outer one is called with the whole."""
+    for name, child in module.named_modules():
+        hooks = (*child._forward_hooks.values(), *child._forward_pre_hooks.values()) if name else ()
+        if any(_package_of(hook) not in _FRAMEWORKS for hook in hooks):
+            return str(name)
+    return None
+
+
+def _package_of(hook: Any) -> str:
+    hook = getattr(hook, "func", hook)
+    return str(getattr(hook, "__module__", type(hook).__module__)).split(".")[0]
 
 
 def _compared(
