@@ -35,13 +35,24 @@ from lightning_padmin.forward.arguments import (
 )
 from lightning_padmin.forward.calls import CallMask, CallSite
 from lightning_padmin.forward.padded_forward import PaddedForward
-from lightning_padmin.forward.places import LEAST_WIDTH, Places, joined, places_of, real_slots, sizes, with_fill
+from lightning_padmin.forward.places import (
+    LEAST_WIDTH,
+    Places,
+    joined,
+    places_of,
+    real_slots,
+    row_alone,
+    same,
+    sizes,
+    with_fill,
+)
 from lightning_padmin.microbatching import MicroBatcher, MicroBatches, SlotMap
 from lightning_padmin.runtime import ModuleState, without_dropout
 
 _MASK = "mask"
 _MOST_STRUCTURES = 16
 _MOST_TRIES = 3
+_MOST_ALONE = 6
 # Whose forward hooks are not the user's.
 _FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "accelerate", "deepspeed", "transformers", "peft")
 # max |chunks - whole| / max |whole| up to which outputs are the same but for rounding.
@@ -194,13 +205,27 @@ class AnyCalls:
                 state.restart()
                 parts = self._parts(call, batches)
                 found = joined(places, parts, batches)
+                state.restart()
+                alone = [(slots, call.alone(batches, slots)) for slots in _rows_alone(batches)]
                 changes = state.changes()
         finally:
             state.restore()
             torch.clear_autocast_cache()  # of weights without a graph, which the step would use
         if changes:
             raise _Writes(f"it writes to itself in each call ({changes[0].path})")
-        return _compared(places, whole, found, parts, batches, watch.saw_half)
+        return _compared(places, whole, found, (parts, alone), batches, watch.saw_half)
+
+
+def _rows_alone(batches: MicroBatches) -> list[SlotMap]:
+    """Rows of a few lengths, each without padding and twice, since a module may drop a dimension of one."""
+    table = batches.table
+    length = table.length[:, 0]
+    lengths, first = np.unique(length, return_index=True)
+    rows = first[lengths < table.widths[0]]
+    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, _MOST_ALONE).round().astype(int))] if len(rows) else rows
+    pairs = [np.array([row, row], dtype=np.int64) for row in chosen]
+    source = table.widths, len(table)
+    return [SlotMap(pair, table.start[pair], table.length[pair], (int(length[pair[0]]),), *source) for pair in pairs]
 
 
 def _hooked(module: nn.Module) -> str | None:
@@ -218,23 +243,35 @@ def _package_of(hook: Any) -> str:
 
 
 def _compared(
-    places: Places, whole: Any, found: Any, parts: Sequence[Any], batches: MicroBatches, saw_half: bool
+    places: Places,
+    whole: Any,
+    found: Any,
+    passes: tuple[Sequence[Any], Sequence[tuple[SlotMap, Any]]],
+    batches: MicroBatches,
+    saw_half: bool,
 ) -> Places:
+    """The places, with what stands at padding, of outputs that are the same whole, in chunks, and for rows alone."""
+    parts, alone = passes
     wanted, got, own = leaves(whole), leaves(found), [leaves(part) for part in parts]
     if list(wanted) != list(got) or type(whole) is not type(found):
         raise AsItCame("its outputs have other entries in chunks")
     filled: Places = {}
     for path, place in places.items():
         filled[path] = place
-        if place is None:
-            continue
         name, one, other = f"its output {path!r}" if path else "its output", wanted[path], got[path]
+        if place is None:
+            if not same(one, other):
+                raise AsItCame(f"{name} is another one in chunks")
+            continue
         if one.shape != other.shape or one.dtype != other.dtype:
             raise AsItCame(
                 f"{name} is {tuple(one.shape)} {one.dtype}, and in chunks {tuple(other.shape)} {other.dtype}"
             )
         real = real_slots(place, [part[path] for part in own], batches)
         value = _difference(other[real], one[real])
+        for slots, outputs in alone:
+            row, is_real = row_alone(path, place, leaves(outputs).get(path), slots, one)
+            value = _worse(value, _difference(row[is_real], one.select(place.row_dim, int(slots.rows[0]))[is_real]))
         limit = max(_LIMITS.get(one.dtype, _LIMIT), _HALF_LIMIT if saw_half else 0.0)
         if not value <= limit:
             raise AsItCame(
@@ -243,6 +280,10 @@ def _compared(
             )
         filled[path] = with_fill(place, one, real) if place.position_dims else place
     return filled
+
+
+def _worse(one: float, other: float) -> float:
+    return other if not other <= one else one  # nan is
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
@@ -310,6 +351,10 @@ class _Call:
                 for dim in reading.position_dims:
                     values[path] = values[path].narrow(dim, 0, width)
         return values
+
+    def alone(self, batches: MicroBatches, slots: SlotMap) -> Any:
+        """Outputs of one row."""
+        return self.chunk(slots.take_batch(batches.source, batches.schema), slots)
 
     def small(self, batches: MicroBatches, rows: int, width: int, longest: int) -> Any:
         """Outputs of a small call cut from this one: the longest rows, over again, and none of more than `longest`."""
