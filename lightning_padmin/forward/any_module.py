@@ -35,12 +35,26 @@ from lightning_padmin.forward.arguments import (
 )
 from lightning_padmin.forward.calls import CallMask, CallSite
 from lightning_padmin.forward.padded_forward import PaddedForward
-from lightning_padmin.forward.places import LEAST_WIDTH, Places, joined, places_of, real_slots, sizes, with_fill
+from lightning_padmin.forward.places import (
+    LEAST_WIDTH,
+    Places,
+    joined,
+    places_of,
+    real_slots,
+    row_alone,
+    same,
+    sizes,
+    with_fill,
+)
 from lightning_padmin.microbatching import MicroBatcher, MicroBatches, SlotMap
 from lightning_padmin.runtime import ModuleState, without_dropout
 
 _MASK = "mask"
 _MOST_STRUCTURES = 16
+_MOST_TRIES = 3
+_MOST_ALONE = 6
+# Whose forward hooks are not the user's.
+_FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "accelerate", "deepspeed", "transformers", "peft")
 # max |chunks - whole| / max |whole| up to which outputs are the same but for rounding.
 _LIMITS = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 0.1, torch.float16: 0.1}
 _LIMIT, _HALF_LIMIT = 1e-3, 0.1
@@ -55,10 +69,16 @@ class Memory:
     Attributes:
         readings: of inputs, that were right.
         places: of outputs, by the structure of the call; a text where it runs as it came, and why.
+        tries: proofs in which it has written to itself.
     """
 
     readings: Readings = field(default_factory=dict)
     places: dict[Key, Places | str] = field(default_factory=dict)
+    tries: int = 0
+
+
+class _Writes(AsItCame):
+    """The module writes to itself."""
 
 
 _MEMORIES: WeakKeyDictionary[nn.Module, Memory] = WeakKeyDictionary()
@@ -106,6 +126,9 @@ class AnyCalls:
             AsItCame: it cannot run in chunks.
         """
         refuse_batch_statistics(self._module)
+        hooked = _hooked(self._module)
+        if hooked is not None:
+            raise AsItCame(f"{hooked!r} inside of it has a forward hook, which would be called with each chunk")
         entries = entries_of(bound.arguments, given, self._memory.readings)
         if entries is None or bool(entries.real.all()):
             return None
@@ -120,8 +143,16 @@ class AnyCalls:
             places = self._found_out(call, batches, key)
         if isinstance(places, str):
             raise AsItCame(places)
-        parts = [call.chunk(micro.batch, slots) for micro, slots in zip(batches, batches.slot_maps, strict=True)]
-        return joined(places, parts, batches), batches
+        return joined(places, self._parts(call, batches), batches), batches
+
+    def _parts(self, call: _Call, batches: MicroBatches) -> list[Any]:
+        pairs = zip(batches, batches.slot_maps, strict=True)
+        try:
+            return [call.chunk(micro.batch, slots) for micro, slots in pairs]
+        except (torch.OutOfMemoryError, PadMinError):
+            raise
+        except Exception as error:  # a row alone, say, whose first dimension it has dropped
+            raise AsItCame(f"a part of it raises {type(error).__name__}: {error}") from error
 
     def _planned(self, call: _Call) -> MicroBatches:
         batch, fields = call.as_batch()
@@ -137,6 +168,11 @@ class AnyCalls:
         try:
             screen(self._module, tolerate={"batch-norm", "balance-loss"}).refuse()
             found: Places | str = self._proven(call, batches)
+        except _Writes as refused:
+            found = str(refused)
+            memory.tries += 1
+            if memory.tries < _MOST_TRIES:  # what it makes once, in its first call, is there in the next one
+                return ""
         except (AsItCame, PadMinError) as refused:
             found = str(refused)
         except torch.OutOfMemoryError:
@@ -167,37 +203,75 @@ class AnyCalls:
                 tried = sizes(int(batches.table.length.max()))
                 places = places_of([call.small(batches, *each) for each in tried], tried)
                 state.restart()
-                parts = [
-                    call.chunk(micro.batch, slots) for micro, slots in zip(batches, batches.slot_maps, strict=True)
-                ]
+                parts = self._parts(call, batches)
                 found = joined(places, parts, batches)
+                state.restart()
+                alone = [(slots, call.alone(batches, slots)) for slots in _rows_alone(batches)]
                 changes = state.changes()
         finally:
             state.restore()
             torch.clear_autocast_cache()  # of weights without a graph, which the step would use
         if changes:
-            raise AsItCame(f"it writes to itself in each call ({changes[0].path})")
-        return _compared(places, whole, found, parts, batches, watch.saw_half)
+            raise _Writes(f"it writes to itself in each call ({changes[0].path})")
+        return _compared(places, whole, found, (parts, alone), batches, watch.saw_half)
+
+
+def _rows_alone(batches: MicroBatches) -> list[SlotMap]:
+    """Rows of a few lengths, each without padding and twice, since a module may drop a dimension of one."""
+    table = batches.table
+    length = table.length[:, 0]
+    lengths, first = np.unique(length, return_index=True)
+    rows = first[lengths < table.widths[0]]
+    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, _MOST_ALONE).round().astype(int))] if len(rows) else rows
+    pairs = [np.array([row, row], dtype=np.int64) for row in chosen]
+    source = table.widths, len(table)
+    return [SlotMap(pair, table.start[pair], table.length[pair], (int(length[pair[0]]),), *source) for pair in pairs]
+
+
+def _hooked(module: nn.Module) -> str | None:
+    """A module inside that has a hook of the user; what is on the outer one is called with the whole."""
+    for name, child in module.named_modules():
+        hooks = (*child._forward_hooks.values(), *child._forward_pre_hooks.values()) if name else ()
+        if any(_package_of(hook) not in _FRAMEWORKS for hook in hooks):
+            return str(name)
+    return None
+
+
+def _package_of(hook: Any) -> str:
+    hook = getattr(hook, "func", hook)
+    return str(getattr(hook, "__module__", type(hook).__module__)).split(".")[0]
 
 
 def _compared(
-    places: Places, whole: Any, found: Any, parts: Sequence[Any], batches: MicroBatches, saw_half: bool
+    places: Places,
+    whole: Any,
+    found: Any,
+    passes: tuple[Sequence[Any], Sequence[tuple[SlotMap, Any]]],
+    batches: MicroBatches,
+    saw_half: bool,
 ) -> Places:
+    """The places, with what stands at padding, of outputs that are the same whole, in chunks, and for rows alone."""
+    parts, alone = passes
     wanted, got, own = leaves(whole), leaves(found), [leaves(part) for part in parts]
     if list(wanted) != list(got) or type(whole) is not type(found):
         raise AsItCame("its outputs have other entries in chunks")
     filled: Places = {}
     for path, place in places.items():
         filled[path] = place
-        if place is None:
-            continue
         name, one, other = f"its output {path!r}" if path else "its output", wanted[path], got[path]
+        if place is None:
+            if not same(one, other):
+                raise AsItCame(f"{name} is another one in chunks")
+            continue
         if one.shape != other.shape or one.dtype != other.dtype:
             raise AsItCame(
                 f"{name} is {tuple(one.shape)} {one.dtype}, and in chunks {tuple(other.shape)} {other.dtype}"
             )
         real = real_slots(place, [part[path] for part in own], batches)
         value = _difference(other[real], one[real])
+        for slots, outputs in alone:
+            row, is_real = row_alone(path, place, leaves(outputs).get(path), slots, one)
+            value = _worse(value, _difference(row[is_real], one.select(place.row_dim, int(slots.rows[0]))[is_real]))
         limit = max(_LIMITS.get(one.dtype, _LIMIT), _HALF_LIMIT if saw_half else 0.0)
         if not value <= limit:
             raise AsItCame(
@@ -206,6 +280,10 @@ def _compared(
             )
         filled[path] = with_fill(place, one, real) if place.position_dims else place
     return filled
+
+
+def _worse(one: float, other: float) -> float:
+    return other if not other <= one else one  # nan is
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
@@ -273,6 +351,10 @@ class _Call:
                 for dim in reading.position_dims:
                     values[path] = values[path].narrow(dim, 0, width)
         return values
+
+    def alone(self, batches: MicroBatches, slots: SlotMap) -> Any:
+        """Outputs of one row."""
+        return self.chunk(slots.take_batch(batches.source, batches.schema), slots)
 
     def small(self, batches: MicroBatches, rows: int, width: int, longest: int) -> Any:
         """Outputs of a small call cut from this one: the longest rows, over again, and none of more than `longest`."""

@@ -22,7 +22,7 @@ from lightning_padmin.forward.calls import CallMask
 
 
 class AsItCame(Exception):
-    """Why a call cannot run in chunks; as a sentence without its subject, with the fix where there is one."""
+    """Why a call cannot run in chunks, as a sentence for the user; empty where the next one may."""
 
 
 def leaves(node: object, path: str = "") -> dict[str, Any]:

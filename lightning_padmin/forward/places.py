@@ -131,11 +131,7 @@ def joined(places: Places, parts: Sequence[Any], batches: MicroBatches) -> Any:
 
 def _whole(path: str, place: Place, parts: Sequence[Any], batches: MicroBatches) -> Tensor:
     for part, slots in zip(parts, batches.slot_maps, strict=True):
-        width = int(slots.length.max()) if place.to_longest else slots.widths[0]
-        wanted = {place.row_dim: len(slots)} | dict.fromkeys(place.position_dims, width)
-        if not isinstance(part, Tensor) or any(part.ndim <= dim or part.shape[dim] != n for dim, n in wanted.items()):
-            shape = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
-            raise AsItCame(f"its output{_named(path)} is {shape} in a chunk of {slots.shape} (rows, width)")
+        _check(path, place, part, slots)
     whole = _restored(place, parts, batches)
     is_open = place.position_dims and not place.is_constant and whole.is_floating_point()
     if not (is_open and is_padding_filled()):
@@ -146,6 +142,30 @@ def _whole(path: str, place: Place, parts: Sequence[Any], batches: MicroBatches)
         at = (~real).nonzero(as_tuple=True)
         taken = torch.arange(len(at[0]), device=whole.device) % max(len(values), 1)
     return whole.index_put(at, values[taken]) if len(values) else whole
+
+
+def _check(path: str, place: Place, part: Any, slots: SlotMap) -> None:
+    width = int(slots.length.max()) if place.to_longest else slots.widths[0]
+    wanted = {place.row_dim: len(slots)} | dict.fromkeys(place.position_dims, width)
+    if not isinstance(part, Tensor) or any(part.ndim <= dim or part.shape[dim] != n for dim, n in wanted.items()):
+        shape = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+        raise AsItCame(f"its output{_named(path)} is {shape} in a chunk of {slots.shape} (rows, width)")
+
+
+def row_alone(path: str, place: Place, part: Any, slots: SlotMap, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """The first row of a call, at the width of the whole, and where it is real.
+
+    Raises:
+        AsItCame: it is not where the place says.
+    """
+    _check(path, place, part, slots)
+    both = []
+    for each in (part, torch.ones_like(part, dtype=torch.bool)):
+        rows = _with_width(replace(place, fill=0.0), each, slots)
+        for dim in place.position_dims:
+            rows = rows.narrow(dim, 0, whole.shape[dim])
+        both.append(rows.select(place.row_dim, 0))
+    return both[0], both[1]
 
 
 def real_slots(place: Place, parts: Sequence[Tensor], batches: MicroBatches) -> Tensor:
@@ -197,4 +217,15 @@ def same(one: Any, other: Any) -> bool:
         return False
 
 
-__all__ = ["LEAST_WIDTH", "Place", "Places", "joined", "places_of", "real_slots", "same", "sizes", "with_fill"]
+__all__ = [
+    "LEAST_WIDTH",
+    "Place",
+    "Places",
+    "joined",
+    "places_of",
+    "real_slots",
+    "row_alone",
+    "same",
+    "sizes",
+    "with_fill",
+]

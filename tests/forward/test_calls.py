@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import call_modules
@@ -15,9 +17,11 @@ from call_modules import LENGTHS, Attends, Packed, Towers, inputs
 from torch import Tensor, nn
 
 from lightning_padmin import PadMinConfig
+from lightning_padmin.distributed import exchange_alone
 from lightning_padmin.errors import ConfigError, PadMinWarning
-from lightning_padmin.forward import Calls, CallSite, call_sites, chunked
+from lightning_padmin.forward import Calls, CallSite, any_module, call_sites, chunked
 from lightning_padmin.forward.arguments import leaves
+from lightning_padmin.integrations.common import apart
 
 CONFIG = PadMinConfig(token_budget=24, launch_cost=2)
 DECLARED = replace(CONFIG, call_masks={"declared": "~pad"})
@@ -51,8 +55,9 @@ def compared(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any],
         if isinstance(child, nn.RNNBase | nn.MultiheadAttention):
             child.dropout = 0.0
     other = copy.deepcopy(module)
-    wanted = leaves(other(*args, **named))
-    outputs, calls, told = run(module, args, named, **how)
+    wanted, given = called(other, args, named)
+    (outputs, calls, told), own = called(lambda *args, **named: run(module, args, named, **how), args, named)
+    wanted = leaves(wanted)
     got = leaves(outputs)
     assert list(got) == list(wanted)
     loss = other_loss = torch.zeros(())
@@ -75,12 +80,28 @@ def compared(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any],
             assert torch.equal(got[path], whole)
     loss.backward()
     other_loss.backward()
-    pairs = list(zip(module.parameters(), other.parameters(), strict=True))
+    pairs = list(zip([*module.parameters(), *own], [*other.parameters(), *given], strict=True))
     scale = max(float(b.grad.abs().max()) for _, b in pairs if b.grad is not None)
     for a, b in pairs:
         assert (a.grad is None) == (b.grad is None)
         assert a.grad is None or float((a.grad - b.grad).abs().max()) <= 1e-12 * scale
     return calls, told
+
+
+def called(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+    """What it gives for inputs that want gradients, with these."""
+    own: list[Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(leaf, value))
+        is_mask = isinstance(value, Tensor) and bool(((value == 0) | (value == 1)).all())
+        if not isinstance(value, Tensor) or not value.is_floating_point() or is_mask:
+            return value
+        own.append(value.clone().requires_grad_())
+        return own[-1] * 1  # what somebody has computed
+
+    return function(*map(leaf, args), **{name: leaf(value) for name, value in named.items()}), own
 
 
 def kept(got: Tensor, whole: Tensor) -> Tensor:
@@ -113,16 +134,36 @@ def test_what_is_not_exact_runs_as_it_came(name: str) -> None:
     other = copy.deepcopy(module)
     args = tuple(each.clone() for each in args)
     before = torch.get_rng_state()
-    wanted = other(*(each.clone() for each in args), **named)
+    for _ in range(3 if name == "a running mean" else 1):
+        wanted = other(*(each.clone() for each in args), **named)
     torch.set_rng_state(before)
     warns = pytest.warns(PadMinWarning, match=f"calls of 'm' .* run as they came, with their padding: .*{why}")
     with warns, chunked(call_sites(nn.ModuleDict({"m": module}), CONFIG), CONFIG) as calls:
-        got = module(*args, **named)
+        for _ in range(3 if name == "a running mean" else 1):
+            got = module(*args, **named)
     assert torch.equal(got, wanted)
     assert list(calls) == []
-    assert calls.as_they_came == {"m": 1}
+    assert calls.as_they_came == {"m": 1}  # and those of before, which were open
     for a, b in zip(module.buffers(), other.buffers(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["convolution", "not packed", "mean over the width", "rows coupled"])
+def test_without_the_proof_such_a_call_would_differ(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shapes are those of any other; who compares a step in both ways finds it too."""
+    monkeypatch.setattr(any_module, "_compared", lambda places, *others: places)
+    module, args, named = call_modules.inexact()[name][0]()
+    sites = sites_of(module)
+    _, mask, _ = inputs(args[0].shape[1])
+
+    def loss() -> Tensor:
+        outputs = module(*args, **named)
+        return (outputs.square() * (mask[..., None] if outputs.ndim == 3 else 1)).sum()
+
+    ways = [nullcontext, lambda: chunked(sites, CONFIG)]
+    found = apart(loss, module, ways, trainer=SimpleNamespace(), without_trace=nullcontext, exchange=exchange_alone)
+    assert found.is_too_far
+    assert found.value > 0.01
 
 
 def sites_of(module: nn.Module, config: PadMinConfig = CONFIG) -> dict[str, CallSite]:
@@ -268,3 +309,50 @@ def test_under_shards_other_modules_run_as_they_came() -> None:
     assert torch.equal(outputs[0], attends(ids, mask)[0])
     assert calls.chunked == {}
     assert "parameters are sharded" in told[0]
+
+
+def test_hooks_inside_and_parts_that_raise() -> None:
+    """A hook of the user is called with the whole; a row alone of which a module makes something else is not run."""
+    ids, mask, _ = inputs()
+    seen: list[tuple[int, ...]] = []
+    attends = Attends()
+    attends.register_forward_hook(lambda module, args, outputs: seen.append(tuple(outputs[0].shape)))
+    _, calls, told = run(attends, (ids, mask), {})
+    assert (dict(calls.chunked), told, seen) == ({"m": 1}, [], [(6, 14, 8)])
+    attends.linear.register_forward_hook(lambda module, args, outputs: seen.append(tuple(outputs.shape)))
+    _, calls, told = run(attends, (ids, mask), {})
+    assert calls.chunked == {}
+    assert "'linear' inside of it has a forward hook" in told[0]
+    assert seen[1:] == [(6, 14, 8)] * 2
+
+    class Drops(Attends):
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+            hidden = super().forward(ids, attention_mask)[0] * attention_mask[..., None]
+            if self.training:
+                return hidden.sum(1).squeeze()
+            return hidden.sum(1).squeeze().sum(1)
+
+    for training, why in ((True, "its output is"), (False, "a part of it raises IndexError")):
+        drops = Drops().train(training)
+        outputs, calls, told = run(drops, (ids, mask), {})
+        assert torch.equal(outputs, drops(ids, mask))
+        assert (len(told), why in told[0], dict(calls.as_they_came)) == (1, True, {"m": 1})
+
+
+def test_what_a_module_makes_once_is_no_write_in_each_call() -> None:
+    class Lazy(Attends):
+        angles: Tensor | None = None
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+            if self.angles is None:
+                self.angles = torch.arange(ids.shape[1])[:, None].cos()
+            x = self.embedding(ids) + self.angles[: ids.shape[1]]
+            return self.weights(x, attention_mask != 0) @ x
+
+    lazy = Lazy()
+    ids, mask, _ = inputs()
+    first = run(lazy, (ids, mask), {})
+    second = run(lazy, (ids, mask), {})
+    assert (dict(first[1].chunked), dict(second[1].chunked)) == ({}, {"m": 1})
+    assert first[2] == second[2] == []
+    assert float((first[0] - second[0])[mask != 0].detach().abs().max()) <= 1e-12
