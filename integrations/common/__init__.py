@@ -46,7 +46,7 @@ from lightning_padmin.integrations.common.trainers import (
 from lightning_padmin.integrations.common.training import Read, Training
 from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
 from lightning_padmin.integrations.common.versions import check_hooks, release, what_changed
-from lightning_padmin.integrations.common.ways import Ladder, Way, stats_as_it_came, why_way_is_kept
+from lightning_padmin.integrations.common.ways import BeforeStep, Ladder, Way, stats_as_it_came, why_way_is_kept
 from lightning_padmin.integrations.common.whole_steps import Sites, WholeSteps, Words
 from lightning_padmin.runtime import RandomState, Shared, replaced
 from lightning_padmin.verification import Advice, Fingerprint, Ledger, OneLoss, Outcome, fingerprint, needs_rows
@@ -56,6 +56,7 @@ __all__ = [
     "MOST_BATCHES",
     "Advice",
     "Apart",
+    "BeforeStep",
     "Fingerprint",
     "FirstBatches",
     "Isolated",

@@ -297,12 +297,7 @@ class Training:
             BatchError: it stays whole, and is too large for that.
         """
         self.slots = table.slots
-        if self.room is not None and table.slots > self.room:
-            raise BatchError(
-                f"mode='auto' runs batches {_words_of_way(self.way)} by now, in the memory of the whole batch: "
-                f"{table.slots:,} slots, and token_budget={self.room}. Set token_budget={table.slots} or None, if a "
-                "whole batch fits, as it does where it trained without padmin; or make batches smaller"
-            )
+        self._refuse_large(self.slots)
         if self.ledger is None or self.way == "as it came":
             return False
         rows = row_facets(leaves, schema, table, self.values)
@@ -311,6 +306,14 @@ class Training:
         self._let_go()
         self.ledger.show(of_batch | reasons(rows))
         return self.ledger.wants
+
+    def _refuse_large(self, slots: int) -> None:
+        if self.room is not None and slots > self.room:
+            raise BatchError(
+                f"mode='auto' runs batches {_words_of_way(self.way)} by now, in the memory of the whole batch: "
+                f"{slots:,} slots, and token_budget={self.room}. Set token_budget={slots} or None, if a whole batch "
+                "fits, as it does where it trained without padmin; or make batches smaller"
+            )
 
     def _let_go(self) -> None:
         """Values of entries that have turned out to have many leave their places to what is told apart."""
@@ -370,12 +373,18 @@ class Training:
     def to_audit(self, batches: Sequence[Mapping[str, Any]]) -> int | None:
         """For batches of one step that are neither prepared nor read: which is to be audited, if one is on any rank.
 
-        One exchange of an integer where other ranks take part.
+        One exchange of two integers where other ranks take part.
 
         Args:
             batches: as collators of trainers make them.
+
+        Raises:
+            BatchError: one of them stays whole, and is too large for that; on all ranks.
         """
+        self.slots = max(map(_slots_of, batches), default=0)
         if self.ledger is None:
+            if self.room is not None:
+                self._refuse_large(int(self.topology.exchange([self.slots]).max()))
             return None
         self.begin_step()
         self._has_begun = False
@@ -383,7 +392,9 @@ class Training:
         of_all = set().union(*shown) | model_facets(*parts_of(self.model))
         self._let_go()
         self.ledger.show(reasons(of_all))
-        self.audit_is_due = bool(self.topology.exchange([int(self.ledger.wants)]).any())
+        agreed = self.topology.exchange([int(self.ledger.wants), self.slots])
+        self._refuse_large(int(agreed[:, 1].max()))
+        self.audit_is_due = bool(agreed[:, 0].any())
         if not self.audit_is_due:
             return None
         new = self.ledger.new
@@ -601,6 +612,14 @@ class _Losses:
 
 
 _LOSS = "loss "
+
+
+def _slots_of(batch: Mapping[str, Any]) -> int:
+    """Of a batch whose entries nobody has given roles: of its masks, or else of its largest entry of integers."""
+    tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor) and each.ndim > 1}
+    masks = [each.numel() for name, each in tensors.items() if name.endswith("attention_mask")]
+    whole = [each.numel() for each in tensors.values() if not each.is_floating_point()]
+    return sum(masks) or max(whole, default=0)
 
 
 def _words_of_way(way: str) -> str:

@@ -11,6 +11,7 @@ the other two are for batches of at most `token_budget` slots, or where the budg
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -22,6 +23,7 @@ from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.integrations.common.topology import has_static_graph
 from lightning_padmin.integrations.common.training import Training
 from lightning_padmin.microbatching import MicroBatch
+from lightning_padmin.runtime import RandomState
 from lightning_padmin.stats import PaddingStats
 
 Way: TypeAlias = Literal["split", "joint", "as it came"]
@@ -66,6 +68,11 @@ class Ladder:
         now = self.now
         return self._ways[self._ways.index(now) + 1 :] if now in self._ways else []
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a batch has gone its way."""
+        return self._has_run
+
     def begin(self, way: Way, reason: str) -> None:
         """Before the first batch: the ways before this one cannot be gone."""
         self._reasons.append(reason)
@@ -103,12 +110,60 @@ class Ladder:
         self._has_run = True
         if self._reasons:
             training, reasons = self._training, "; ".join(self._reasons)
-            step = f"from step {training.ledger.step} on, " if training.ledger is not None else ""
+            step = f"from step {max(training.ledger.step, 1)} on, " if training.ledger is not None else ""
             training.notices(f"mode='auto': {step}{_SAID[self.now]}, since otherwise training would change: {reasons}")
             self._reasons = []
 
     def _bound(self) -> None:
         self._training.room = self._budget if self._ways and self.now != "split" else None
+
+
+class BeforeStep:
+    """What a step that runs another way after all must find as it was: random numbers, gradients, and what is given.
+
+    What a step writes into anything else is refused where batches are split.
+
+    Args:
+        module: whose gradients.
+        more: entered now, and left to put something back besides.
+        zeroes: whether gradients are zeroed in the step, so that those before it do not count.
+    """
+
+    def __init__(
+        self, module: nn.Module, more: AbstractContextManager[Any] | None = None, *, zeroes: bool = False
+    ) -> None:
+        self._module, self._more, self._random = module, more, RandomState()
+        self._is_first = zeroes or all(p.grad is None for p in module.parameters())
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] | None = None
+        self._has_begun = False
+        if more is not None:
+            more.__enter__()
+
+    def heed(self, is_new: bool) -> None:
+        """A loss is about to be sent backward. Gradients before the first one are copied, if that one is new.
+
+        Args:
+            is_new: whether it is of a kind that no check has seen.
+        """
+        if is_new and not self._is_first and not self._has_begun:
+            parameters = self._module.parameters()
+            self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in parameters]
+        self._has_begun = True
+
+    @property
+    def can_be_had_back(self) -> bool:
+        """Whether there were no gradients before, or they are known."""
+        return self._is_first or self._gradients is not None
+
+    def restore(self) -> None:
+        """Puts all back."""
+        self._random.restore()
+        if self._more is not None:
+            self._more.__exit__(None, None, None)
+        for parameter, gradient in self._gradients or ():
+            parameter.grad = gradient
+        if self._is_first:
+            self._module.zero_grad(set_to_none=True)
 
 
 class Whole(Sequence[MicroBatch]):
@@ -172,4 +227,4 @@ def _further(error: PadMinError, words: str) -> PadMinError:
     return made if isinstance(made, GradientCheckError) else error
 
 
-__all__ = ["Ladder", "Way", "Whole", "stats_as_it_came", "why_way_is_kept"]
+__all__ = ["BeforeStep", "Ladder", "Way", "Whole", "stats_as_it_came", "why_way_is_kept"]

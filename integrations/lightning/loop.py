@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 
 from lightning_padmin.errors import GradientCheckError
 from lightning_padmin.integrations.common import (
+    BeforeStep,
     Kind,
     Ladder,
-    RandomState,
     Topology,
     accumulation_boundary,
     check_hooks,
@@ -241,7 +241,7 @@ class AutoOptimization(_AutomaticOptimization):
     ) -> None:
         object.__setattr__(self, "__dict__", stock.__dict__)
         self._split, self._joint, self._ladder = split, joint, ladder
-        self._before: _Before | None = None
+        self._before: BeforeStep | None = None
         split._losses = _Heeded(split._losses, self._heed)
 
     @property
@@ -263,7 +263,9 @@ class AutoOptimization(_AutomaticOptimization):
 
     def _run(self, closure: Closure, again: Callable[[], Closure]) -> ClosureResult:
         """Where a loss is told to be of another kind behind a pass, the batch runs another way from its beginning."""
-        self._before = before = _Before(self.trainer.lightning_module, closure._zero_grad_fn is not None)
+        module = self.trainer.lightning_module
+        # Logged values are written when all micro-batches have run.
+        self._before = before = BeforeStep(module, MetricGuard(module), zeroes=closure._zero_grad_fn is not None)
         try:
             return closure.closure()
         except GradientCheckError as error:
@@ -278,7 +280,7 @@ class AutoOptimization(_AutomaticOptimization):
     def _heed(self) -> None:
         """A loss was heard, and is sent backward next."""
         if self._before is not None:
-            self._before.heed(self._split._losses)
+            self._before.heed(self._split._losses.are_new)
 
 
 class _AutoClosure(Closure):
@@ -315,45 +317,6 @@ class _Heeded:
 
     def settle(self, *, is_last: bool) -> None:
         self._losses.settle(is_last=is_last)
-
-
-class _Before:
-    """What a batch that runs another way after all must find as it was: random numbers, metrics, gradients.
-
-    Logged values of micro-batches are written when all have run, and what a step writes into anything else is refused
-    where batches are split.
-
-    Args:
-        module: whose step it is.
-        is_first: whether gradients are zeroed in this batch, so that none of those before counts.
-    """
-
-    def __init__(self, module: LightningModule, is_first: bool) -> None:
-        self._module, self._is_first, self._has_begun = module, is_first, False
-        self._random, self._metrics = RandomState(), MetricGuard(module)
-        self._metrics.__enter__()
-        self._gradients: list[tuple[Tensor, Tensor | None]] | None = None
-
-    def heed(self, losses: Losses) -> None:
-        """Gradients of earlier batches are copied before the first loss of a batch, if it is new, adds to them."""
-        if not self._is_first and not self._has_begun and losses.are_new:
-            parameters = self._module.parameters()
-            self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in parameters]
-        self._has_begun = True
-
-    @property
-    def can_be_had_back(self) -> bool:
-        """Whether gradients are those of this batch alone, or those before it are known."""
-        return self._is_first or self._gradients is not None
-
-    def restore(self) -> None:
-        """Puts all back; gradients that are zeroed in this batch are gone."""
-        self._random.restore()
-        self._metrics.__exit__()
-        for parameter, gradient in self._gradients or ():
-            parameter.grad = gradient
-        if self._is_first:
-            self._module.zero_grad(set_to_none=True)
 
 
 class _SplitClosure(Closure):
