@@ -118,6 +118,17 @@ class Extras(Attends):
         return Both(hidden, {"scores": [scores if on else -scores]})
 
 
+class Biased(Attends):
+    """Scores (rows, width, width) of its own, and classes."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, bias: Tensor, classes: Tensor, attention_mask: Tensor
+    ) -> Tensor:
+        scores = (x @ x.transpose(1, 2) + bias).masked_fill(attention_mask[:, None, :] == 0, float("-inf"))
+        hidden = scores.softmax(-1) @ x
+        return (hidden @ classes.T).softmax(-1) @ classes + self.embedding.weight[0, 0]
+
+
 class Choices(Attends):
     """(rows, choices, width) in, a score for each choice out."""
 
@@ -245,7 +256,8 @@ class Overwrites(Attends):
 
 class Weighs(Embeds):
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        return x.cumsum(1) * attention_mask[..., None] + self.embedding.weight[0, 0]
+        real = attention_mask[..., None] if x.ndim == 3 else attention_mask[:, None, :, None]
+        return x.cumsum(-2) * real + self.embedding.weight[0, 0]
 
 
 class Prototypes(Embeds):
@@ -280,6 +292,12 @@ def _choices() -> tuple[Tensor, Tensor]:
     return ids.view(3, 2, WIDTH), mask.view(3, 2, WIDTH)
 
 
+def _square(classes: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(2)
+    bias = torch.randn(ROWS, WIDTH, WIDTH)
+    return torch.randn(ROWS, WIDTH, HIDDEN), bias, torch.randn(classes, HIDDEN)
+
+
 def _pairs() -> tuple[Tensor, ...]:
     torch.manual_seed(2)
     of_target = torch.arange(max(LENGTHS)) >= torch.tensor(LENGTHS)[:, None]
@@ -303,6 +321,8 @@ def exact() -> dict[str, Make]:
         "declared": lambda: (Declared(), (ids,), {"pad": 1 - mask}),
         "dataclass": lambda: (Structured(), (ids, mask), {}),
         "extras": lambda: (Extras(), (ids, mask), {**_extras(), "on": True}),
+        "a square": lambda: (Biased(), (*_square(5), mask), {}),
+        "as many classes as positions": lambda: (Biased(), (*_square(WIDTH), mask), {}),
         "choices": lambda: (Choices(), _choices(), {}),
         "torch, batch first": lambda: (Stock(True), (ids, mask), {}),
         "torch, width first": lambda: (Stock(False), (ids, mask), {}),
@@ -329,8 +349,8 @@ def inexact() -> dict[str, tuple[Make, str]]:
         "rows against rows": (lambda: (Similar(), (ids, mask), {}), "its output has rows twice"),
         "a running mean": (lambda: (Counts(), (ids, mask), {}), "it writes to itself in each call .*seen"),
         "written inputs": (lambda: (Overwrites(), (vectors, mask), {}), "it writes to its input 'x'"),
-        "as many features as positions": (
-            lambda: (Weighs(), (torch.randn(ROWS, WIDTH, WIDTH), mask), {}),
+        "as many features as rows, elsewhere": (
+            lambda: (Weighs(), (torch.randn(ROWS, 3, WIDTH, ROWS), mask), {}),
             "'x' has shape .* where sizes agree",
         ),
     }

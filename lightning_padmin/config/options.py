@@ -271,6 +271,10 @@ class PadMinConfig:
                 )
         self._set("call_masks", dict(self.call_masks))
 
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Of a pickle that may be of an earlier version, without options that have no value of the class."""
+        self.__dict__.update({"call_masks": {}} | dict(state))
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 

@@ -23,6 +23,7 @@ from lightning_padmin.batch import BatchSpec, Field
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import PadMinError
 from lightning_padmin.forward.arguments import (
+    VARIANTS,
     AsItCame,
     Entries,
     Reading,
@@ -50,7 +51,7 @@ from lightning_padmin.microbatching import MicroBatcher, MicroBatches, SlotMap
 from lightning_padmin.runtime import ModuleState, without_dropout
 
 _MASK = "mask"
-_MOST_STRUCTURES = 16
+_MOST_STRUCTURES = 24
 _MOST_TRIES = 3
 _MOST_ALONE = 6
 # Whose forward hooks are not the user's.
@@ -132,17 +133,32 @@ class AnyCalls:
         entries = entries_of(bound.arguments, given, self._memory.readings)
         if entries is None or bool(entries.real.all()):
             return None
-        readings = readings_of(entries, self._memory.readings, self._config)
-        call = _Call(original, bound, entries, readings)
+        tried: list[Mapping[str, Reading]] = []
+        why: list[str] = []
+        for variant in VARIANTS:
+            readings = readings_of(entries, self._memory.readings, self._config, variant)
+            if readings in tried:
+                continue
+            tried.append(readings)
+            found = self._run(_Call(original, bound, entries, readings))
+            if not isinstance(found, str):
+                return found
+            why.append(found)
+        if why[0]:  # of the likeliest reading
+            raise AsItCame(why[0])
+        return None
+
+    def _run(self, call: _Call) -> tuple[Any, MicroBatches] | str:
+        """Outputs and micro-batches; or why not, "" where there is nothing to remove or the next call may tell."""
         batches = self._planned(call)
         if batches.stats.slots >= batches.stats.slots_before:
-            return None
-        key = _key(self._module, entries, readings, rolled=bool(batches.table.start.any()))
+            return ""
+        key = _key(self._module, call.entries, call.readings, rolled=bool(batches.table.start.any()))
         places = self._memory.places.get(key)
         if places is None:
             places = self._found_out(call, batches, key)
         if isinstance(places, str):
-            raise AsItCame(places)
+            return places
         return joined(places, self._parts(call, batches), batches), batches
 
     def _parts(self, call: _Call, batches: MicroBatches) -> list[Any]:

@@ -1,7 +1,7 @@
 """What the entries of a call are: its arguments, flattened, and which of their dimensions count rows and positions.
 
-Sizes alone decide nothing: what they suggest is a reading that is tried on the call itself (see `any_module`), and what
-has been found right once holds for later calls, whose sizes may agree by chance.
+Sizes alone decide nothing: what they suggest are readings that are tried on the call itself (see `any_module`), and
+what has been found right once holds for later calls, whose sizes may agree by chance.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -216,22 +216,45 @@ def _width(found: Mapping[str, Any], rows: int, longest: int, known: Readings) -
     raise AsItCame(f"the longest row has {longest} positions, and no dimension of its inputs is as wide")
 
 
-def readings_of(entries: Entries, known: Readings, config: PadMinConfig) -> dict[str, Reading]:
-    """What each tensor of a call is, and each list of one item per row.
+class Variant(NamedTuple):
+    """What else has the size of a width.
+
+    Attributes:
+        squares: in an entry with rows and positions it counts positions too; else features.
+        tables: in an entry without rows it does not count positions: all calls share it.
+    """
+
+    squares: bool
+    tables: bool
+
+
+VARIANTS = [Variant(squares, tables) for tables in (False, True) for squares in (False, True)]
+
+
+def readings_of(entries: Entries, known: Readings, config: PadMinConfig, variant: Variant) -> dict[str, Reading]:
+    """What each tensor of a call is, and each list of one item per row; still to be proven.
+
+    Args:
+        entries: of the call.
+        known: what was right in earlier calls, which decides where it fits.
+        config: its declarations of entries decide before.
+        variant: how to read what else has the size of a width.
 
     Raises:
-        AsItCame: sizes leave more than one reading, and neither a declaration nor an earlier call decides.
+        AsItCame: sizes leave more than one reading that could be meant.
     """
     found: dict[str, Reading] = {}
     for path, leaf in entries.leaves.items():
         if isinstance(leaf, list | tuple) and len(leaf) == entries.rows:
             found[path] = Reading("row")
         elif isinstance(leaf, Tensor):
-            found[path] = _reading(path, tuple(leaf.shape), entries, known, config)
+            found[path] = _reading(path, tuple(leaf.shape), entries, known, config, variant)
     return found
 
 
-def _reading(path: str, shape: tuple[int, ...], entries: Entries, known: Readings, config: PadMinConfig) -> Reading:
+def _reading(
+    path: str, shape: tuple[int, ...], entries: Entries, known: Readings, config: PadMinConfig, variant: Variant
+) -> Reading:
     rows, width = entries.rows, entries.width
     if path == entries.mask:
         return reading_of(shape, 0, () if entries.kind == "lengths" else (len(shape) - 1,))
@@ -245,14 +268,19 @@ def _reading(path: str, shape: tuple[int, ...], entries: Entries, known: Reading
             return before
     by_row = [dim for dim, size in enumerate(shape) if size == rows]
     along = [dim for dim, size in enumerate(shape) if size == width]
-    is_open = len(by_row) > 1 or len(along) > 1 or (rows == width and along)
-    if is_open and (by_row or len(along) > 2):
-        raise AsItCame(
-            f"{path!r} has shape {shape} in a call of {rows} rows and width {width}, where sizes agree that may count "
-            f"other things. Declare batch_schema={{{last_part(path)!r}: Field('position', row_dim=..., "
-            "position_dims=(...,))}, 'row', or static_keys, or have a batch of other sizes come first"
-        )
-    return reading_of(shape, by_row[0] if by_row else None, tuple(along))
+    if not by_row:
+        return reading_of(shape, None, () if variant.tables else tuple(along))
+    for row_dim, position_dim in ((0, 1), (1, 0)):  # in front, where both are: the rest may be features
+        if shape[row_dim : row_dim + 1] == (rows,) and shape[position_dim : position_dim + 1] == (width,):
+            more = [dim for dim in along if dim > 1] if variant.squares else []
+            return reading_of(shape, row_dim, (position_dim, *more))
+    if len(by_row) == 1 and (rows != width or len(shape) == 1) and len(along) <= 1:
+        return reading_of(shape, by_row[0], tuple(dim for dim in along if dim != by_row[0]))
+    raise AsItCame(
+        f"{path!r} has shape {shape} in a call of {rows} rows and width {width}, where sizes agree that may count "
+        f"other things. Declare batch_schema={{{last_part(path)!r}: Field('position', row_dim=..., "
+        "position_dims=(...,))}, 'row', or static_keys, or have a batch of other sizes come first"
+    )
 
 
 def _declared(path: str, config: PadMinConfig) -> Field | None:

@@ -212,20 +212,43 @@ def test_calls_inside_of_chunks_run_as_they_are_and_what_runs_as_it_came_lets_th
 
 
 def test_what_was_right_once_decides_where_sizes_agree() -> None:
-    """Rows, positions and features of one size: as it came at first, in chunks after another call has told."""
+    """Rows and features of one size: as it came at first, in chunks after another call has told."""
     weighs = call_modules.Weighs()
-    mask = (torch.arange(8) < torch.tensor([2, 8, 3, 4, 5, 6, 1, 2])[:, None]).long()
-    square = (torch.randn(8, 8, 8), mask)
+    square = (torch.randn(6, 3, 14, 6), inputs()[1])
     _, calls, told = run(weighs, square, {})
     assert calls.chunked == {}
     (words,) = told
     assert "Declare batch_schema={'x': Field('position', row_dim=..., position_dims=(...,))}" in words
-    run(weighs, (torch.randn(4, 9, 8), (torch.arange(9) < torch.tensor([2, 9, 3, 4])[:, None]).long()), {})
+    run(weighs, (torch.randn(4, 3, 9, 6), (torch.arange(9) < torch.tensor([2, 9, 3, 4])[:, None]).long()), {})
     outputs, calls, told = run(weighs, square, {})
-    assert told == []
-    assert calls.chunked == {"m": 1}
+    assert (dict(calls.chunked), told) == ({"m": 1}, [])
     wanted = weighs(*square)
-    assert float(((outputs - wanted) * mask[..., None]).detach().abs().max()) <= 1e-12
+    assert float(((outputs - wanted) * square[1][:, None, :, None]).detach().abs().max()) <= 1e-12
+
+
+def test_a_declared_entry() -> None:
+    weighs = call_modules.Weighs()
+    config = replace(CONFIG, batch_schema={"x": {"kind": "position", "position_dims": [2]}})
+    x, (_, mask, _) = torch.randn(6, 3, 14, 6), inputs()
+    with chunked(sites_of(weighs), config) as calls:
+        weighs(x, mask)
+    assert calls.chunked == {"m": 1}
+
+
+def test_as_many_rows_as_positions_as_features() -> None:
+    """The first call of all: what stands in front is tried, and proven."""
+    for module, time_first in ((call_modules.Weighs(), False), (call_modules.TimeFirst(), True)):
+        x, lengths = torch.randn(8, 8, 8), [2, 8, 3, 4, 5, 6, 1, 2]
+        if time_first:
+            state = torch.randn(1, 8, 8)
+            _, calls, told = run(module, (x, (state, state), lengths), {})
+            assert calls.chunked == {}  # read as (rows, width) the chunks are not the whole
+            assert "call of 8 rows and width 8" in told[0] or "parts of it" in told[0] or "differs" in told[0]
+            continue
+        mask = torch.arange(8) < torch.tensor(lengths)[:, None]
+        outputs, calls, told = run(module, (x, mask), {})
+        assert (dict(calls.chunked), told) == ({"m": 1}, [])
+        assert float((outputs - module(x, mask))[mask].detach().abs().max()) <= 1e-12
 
 
 def test_nothing_to_remove() -> None:
