@@ -109,6 +109,10 @@ class UsageError(Exception):
     """Something the user gave on the command line cannot be used; the message names it and the fix."""
 
 
+class AsItCame(Exception):
+    """Why a call cannot run in chunks, as a sentence for the user; empty where the next one may. Caught inside."""
+
+
 class OnlyBackwardError(RuntimeError):
     """The gradient of a loss can be had by `backward` alone, and its graph is used up."""
 

@@ -32,6 +32,7 @@ from lightning_padmin.verification import (
     plain_facets,
     reasons,
     row_facets,
+    was_raised_in_check,
     what_changed,
 )
 
@@ -75,6 +76,7 @@ class Training:
         room: most slots of a batch that stays whole, where that is bounded.
         inside: gives the modules whose calls run in chunks, where batches stay whole; None: batches are split.
         slots: of the batch that was read last, as it came.
+        may_go_over: whether other ways are left where a check finds that this one is another training.
         audit_is_due: whether, on some rank, the batch that was read last should be checked before it is trained on.
     """
 
@@ -103,7 +105,8 @@ class Training:
         self.packs: PackCheck | None = None
         self._batcher: MicroBatcher | None = None
         self.ledger = session.audits.ledger()
-        self._way, self._may_go_over = "split", session.config.mode == "auto"
+        self._way, self._is_auto = "split", session.config.mode == "auto"
+        self.may_go_over = False
         self.room: int | None = None
         self.inside: Callable[[], list[nn.Module]] | None = None
         self.slots = 0
@@ -132,7 +135,7 @@ class Training:
     @property
     def way(self) -> str:
         """How batches run: "split", "joint", "replay" or "as it came"; under `mode="auto"` checkpoints have it."""
-        return self.ledger.way if self._may_go_over and self.ledger is not None else self._way
+        return self.ledger.way if self._is_auto and self.ledger is not None else self._way
 
     @way.setter
     def way(self, way: str) -> None:
@@ -229,7 +232,7 @@ class Training:
             "row_limit": self.findings.row_limit,
             "gate": self.gate,
             "asks_of_step": self.packs is not None,
-            "wants_audit": self._show if self.ledger is not None or self._may_go_over else None,
+            "wants_audit": self._show if self.ledger is not None or self._is_auto else None,
         }
         return MicroBatcher(self.findings.options(config or self._session.config), **(known | differs))
 
@@ -297,7 +300,7 @@ class Training:
             BatchError: it stays whole, and is too large for that.
         """
         self.slots = table.slots
-        self._refuse_large(self.slots)
+        self.refuse_whole(table.slots)
         if self.ledger is None or self.way == "as it came":
             return False
         rows = row_facets(leaves, schema, table, self.values)
@@ -307,7 +310,8 @@ class Training:
         self.ledger.show(of_batch | reasons(rows))
         return self.ledger.wants
 
-    def _refuse_large(self, slots: int) -> None:
+    def refuse_whole(self, slots: int) -> None:
+        """Raises BatchError: a batch of so many slots stays whole, and is too large for that."""
         if self.room is not None and slots > self.room:
             raise BatchError(
                 f"mode='auto' runs batches {_words_of_way(self.way)} by now, in the memory of the whole batch: "
@@ -373,18 +377,12 @@ class Training:
     def to_audit(self, batches: Sequence[Mapping[str, Any]]) -> int | None:
         """For batches of one step that are neither prepared nor read: which is to be audited, if one is on any rank.
 
-        One exchange of two integers where other ranks take part.
+        One exchange of an integer where other ranks take part.
 
         Args:
             batches: as collators of trainers make them.
-
-        Raises:
-            BatchError: one of them stays whole, and is too large for that; on all ranks.
         """
-        self.slots = max(map(_slots_of, batches), default=0)
         if self.ledger is None:
-            if self.room is not None:
-                self._refuse_large(int(self.topology.exchange([self.slots]).max()))
             return None
         self.begin_step()
         self._has_begun = False
@@ -392,9 +390,7 @@ class Training:
         of_all = set().union(*shown) | model_facets(*parts_of(self.model))
         self._let_go()
         self.ledger.show(reasons(of_all))
-        agreed = self.topology.exchange([int(self.ledger.wants), self.slots])
-        self._refuse_large(int(agreed[:, 1].max()))
-        self.audit_is_due = bool(agreed[:, 0].any())
+        self.audit_is_due = bool(self.topology.exchange([int(self.ledger.wants)]).any())
         if not self.audit_is_due:
             return None
         new = self.ledger.new
@@ -418,7 +414,7 @@ class Training:
         if self.ledger is None:
             return check()
         try:
-            outcome = check()
+            outcome = self._outcome_of(check)
         except GradientCheckError as error:
             if is_trial:
                 raise
@@ -448,6 +444,17 @@ class Training:
         )
         self._tell_of_limits()
         return outcome
+
+    def _outcome_of(self, check: Callable[[], Outcome | None]) -> Outcome | None:
+        """A step that fails on a few rows, where other ways are left, is one that cannot be split."""
+        try:
+            return check()
+        except Exception as error:
+            if not self.may_go_over or self.topology.world > 1 or not was_raised_in_check(error):
+                raise
+            raise GradientCheckError(
+                f"first-batch check: the step fails on a few rows of a batch ({type(error).__name__}: {error})"
+            ) from error
 
     def _tell_of_limits(self) -> None:
         """What audits are not going to see, each once."""
@@ -612,14 +619,6 @@ class _Losses:
 
 
 _LOSS = "loss "
-
-
-def _slots_of(batch: Mapping[str, Any]) -> int:
-    """Of a batch whose entries nobody has given roles: of its masks, or else of its largest entry of integers."""
-    tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor) and each.ndim > 1}
-    masks = [each.numel() for name, each in tensors.items() if name.endswith("attention_mask")]
-    whole = [each.numel() for each in tensors.values() if not each.is_floating_point()]
-    return sum(masks) or max(whole, default=0)
 
 
 def _words_of_way(way: str) -> str:

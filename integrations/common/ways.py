@@ -52,7 +52,7 @@ class Ladder:
     ) -> None:
         self._training, self._ways, self._budget, self._why_kept = training, list(ways), budget, why_kept
         self._reasons: list[str] = []
-        self._has_run = False
+        self._has_run, training.may_go_over = False, bool(ways)
         if self._ways and self.now not in self._ways:  # a checkpoint's, of a module that had other models
             training.way = self._ways[0]
         self._bound()

@@ -67,7 +67,6 @@ class WholeSteps:
         without_trace: a context in which calls of the loss change nothing in the trainer; default: what `Trainer` of
             transformers needs.
         looks_at_padding: whether it is looked at if loss, gradients and logged values move with outputs at padding.
-        go_over: given what a check has found, has batches run as they came from now on, or raises it; default: raises.
     """
 
     def __init__(
@@ -81,12 +80,10 @@ class WholeSteps:
         words: Words,
         without_trace: Callable[[], AbstractContextManager[Any]] | None = None,
         looks_at_padding: bool = True,
-        go_over: Callable[[GradientCheckError], None] | None = None,
     ) -> None:
         self._trainer, self._training, self._sites, self._words = trainer, training, sites, words
         self._session, self._topology = session, training.topology
-        self._loss_tokens, self._looks_at_padding, self._go_over = loss_tokens, looks_at_padding, go_over
-        self._rest = ExitStack()  # of the step that runs
+        self._loss_tokens, self._looks_at_padding = loss_tokens, looks_at_padding
         self._logs: dict[str, Any] = {}
         self._without_trace = without_trace or self._unlogged
         config = replace(session.config, loss_reduction="row-mean", normalize="rank", layout="pad")
@@ -124,12 +121,10 @@ class WholeSteps:
             self._is_due = wants or self._first.is_due
         tokens = self._loss_tokens(inputs)
         heard = replaced(self._trainer, compute_loss=self._hearing(self._trainer.compute_loss))
-        with self._training.around(0, 2), self._chunked(sites) as calls, heard, ExitStack() as self._rest:
+        with self._training.around(0, 2), self._chunked(sites) as calls, heard:
             result = stock(model, inputs, *args, **options)
         if not self._is_sharded:
             self._settle(own)
-        if self._training.way == "as it came":
-            return result
         if not calls and self._words.nothing is not None:
             self._session.notices(self._words.nothing)
         if calls:
@@ -160,7 +155,9 @@ class WholeSteps:
                 if len(self._losses) < _MOST_LOSSES:
                     self._losses.append(again)
                     if self._is_due:
-                        self._look_at(again)
+                        outcome = self._training.audited(lambda: self._check([again]))
+                        if self._first.is_due:
+                            self._first.heard(outcome)
                 result = compute_loss(*args, **options)
             finally:
                 is_nested = False
@@ -168,20 +165,6 @@ class WholeSteps:
             return result
 
         return heard
-
-    def _look_at(self, loss: Callable[[], Any]) -> None:
-        """Checks a loss that is about to be trained on; what is not the same in chunks runs as it came from here on."""
-        try:
-            outcome = self._training.audited(lambda: self._check([loss]))
-        except GradientCheckError as error:
-            if self._go_over is None:
-                raise
-            self._go_over(error)
-            self._is_due = False
-            self._rest.enter_context(self._as_stock())
-            return
-        if self._first.is_due:
-            self._first.heard(outcome)
 
     def _settle(self, model: nn.Module) -> None:
         losses = list(self._losses)
@@ -229,13 +212,7 @@ class WholeSteps:
         if most is None and not self._first.is_due:
             return
         if self._topology.kind == "sharded":
-            try:
-                outcome = self._training.audited(lambda: self._check_shards(batches[most or 0], num_items_in_batch))
-            except GradientCheckError as error:
-                if self._go_over is None:
-                    raise
-                self._go_over(error)
-                return
+            outcome = self._training.audited(lambda: self._check_shards(batches[most or 0], num_items_in_batch))
             self._first.heard(outcome)
             return
         self._first.is_due = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,29 +21,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.errors import (
-    ArchitectureError,
-    BatchError,
-    ConfigError,
-    GradientCheckError,
-    GradientHookError,
-    PadMinError,
-    PeerError,
-    TrainingStepError,
-)
+from lightning_padmin.errors import GradientCheckError, GradientHookError, PeerError, TrainingStepError
 from lightning_padmin.integrations.common import (
     MOST_BATCHES,
     Advice,
-    BeforeStep,
     FirstBatches,
-    Ladder,
     OneLoss,
     Outcome,
     Read,
     Session,
     Sites,
     Training,
-    Way,
     WholeSteps,
     check_hooks,
     check_step,
@@ -52,12 +40,10 @@ from lightning_padmin.integrations.common import (
     reducing,
     refuse_batch_statistics,
     replaced,
-    screen,
     topology_of,
-    why_way_is_kept,
 )
 from lightning_padmin.integrations.transformers.joint import whole_steps
-from lightning_padmin.integrations.transformers.support import refuse_to_split, refuse_unsupported, why_not_packed
+from lightning_padmin.integrations.transformers.support import refuse_unsupported, why_not_packed
 from lightning_padmin.microbatching import (
     MemoryGuard,
     MicroBatch,
@@ -139,7 +125,6 @@ class Engine:
         self._as_stock = self._gives_up = False  # whether this window, and all that come, run as they came
         self._dealt = self._lost = 0  # batches whose rows were regrouped, targets that were subtracted
         self._whole: WholeSteps | None = None  # what runs steps in joint mode
-        self._ladder: Ladder | None = None
         self._topology = topology_of(trainer)
         self._session = Session("PadMinTrainerMixin", config, is_main=lambda: trainer.accelerator.is_main_process)
         self._session.announce()
@@ -150,34 +135,22 @@ class Engine:
         trainer, model = self._trainer, self._trainer.model
         _check_signatures()
         refuse_unsupported(trainer, self.config)
-        mode = self.config.mode
+        is_joint = self.config.mode == "joint"
         self._training = Training(
             self._session,
             model,
             self._topology,
             fix_of_hooks=lambda: _FIX_OF_HOOKS if self._whole is None else _FIX_OF_HOOKS_IN_CHUNKS,
             check=self._look_at_hooks,
-            tolerate={"batch-norm"} if mode == "split" else {"batch-norm", "balance-loss"},
+            tolerate={"batch-norm", "balance-loss"} if is_joint else {"batch-norm"},
         )
         self._session.audits.prove_in(trainer.args.output_dir)
-        if mode == "joint":
+        if is_joint:
             self._run_joint()
             return
-        ways: list[Way] = ["split", "joint", "as it came"] if mode == "auto" else []
-        budget = self.config.token_budget
-        self._ladder = Ladder(self._training, ways, budget, lambda: why_way_is_kept(trainer.model_wrapped))
+        self._training.look()
         self._losses = OneLoss(type(trainer), _FIX_OF_STEPS)
-        try:
-            refuse_to_split(trainer)
-            self._training.look()
-            screen(model, tolerate={"batch-norm"}).refuse()
-        except (ConfigError, GradientHookError, ArchitectureError) as refused:
-            if mode != "auto" or not self._can_run_joint():
-                raise
-            self._training.findings.refuse()
-            self._ladder.begin("joint", str(refused))
-            self._run_joint()
-            return
+        self._training.findings.refuse()
         sources = (getattr(trainer, "processing_class", None), getattr(model, "config", None))
         known = next((p for each in sources if isinstance(p := getattr(each, "pad_token_id", None), int)), None)
         if self.config.pad_token_id is None and known is not None:
@@ -196,29 +169,8 @@ class Engine:
 
     def _run_joint(self) -> None:
         """Steps run whole from now on, with calls of models in chunks."""
-        go_over = self._go_over if self.config.mode == "auto" else None
-        self._whole = whole_steps(self._trainer, self._session, self._training, go_over)
+        self._whole = whole_steps(self._trainer, self._session, self._training)
         self._training.way = "joint"
-
-    def _can_run_joint(self) -> bool:
-        try:
-            whole_steps(self._trainer, self._session, self._training)
-        except (ConfigError, ArchitectureError):
-            return False
-        return True
-
-    def _go_over(self, error: PadMinError) -> None:
-        """To another way for this batch and all that come, or raises; on all ranks alike."""
-        assert self._ladder is not None
-        self._ladder.go_over(error)
-        if self._ladder.now == "joint":
-            try:
-                self._run_joint()
-            except (ConfigError, ArchitectureError) as refused:
-                self._ladder.go_over(refused)
-        if self._ladder.now == "as it came":
-            self._whole = None
-            self._ladder.heard()
 
     def _look_at_hooks(self, training: Training) -> None:
         """Those that are new, as the ones of an optimizer that `train` has made; the model may be another by then."""
@@ -241,39 +193,18 @@ class Engine:
         """Once every rank has made its Trainer: all were given the same options. A checkpoint is loaded by now."""
         self._session.agree()
         self._session.kept.resume(self._trainer.state)
-        if self._ladder is not None and self._ladder.now == "joint" and self._whole is None:  # as a checkpoint says
-            self._run_joint()
 
     # A window.
 
     def window(self, batches: list[Any], num_items: Any) -> tuple[list[Any], Any]:
         """The stock batches of a window and the number of its targets, each with the chunks that its step will run."""
-        self._dealt = self._lost = 0
-        if not self.config.enabled or not batches:
-            return batches, num_items
-        if self._training.way == "split":
-            try:
-                return self._split_window(batches, num_items)
-            except GradientCheckError as error:
-                self._go_over(error)
-            except BatchError as error:
-                self._go_over_unread(error, batches)
+        self._dealt = 0
         if self._whole is not None:
             self._whole.before_window(batches, num_items)
-        return batches, num_items
-
-    def _go_over_unread(self, error: BatchError, batches: Sequence[Any]) -> None:
-        """The very first batch is none that could be split: whole steps need not know what its entries are."""
-        ladder = self._ladder
-        if ladder is None or ladder.has_run or self._topology.world > 1 or not self._can_run_joint():
-            raise error
-        self._training.to_audit([each for each in batches if isinstance(each, Mapping)])
-        self._go_over(error)
-
-    def _split_window(self, batches: list[Any], num_items: Any) -> tuple[list[Any], Any]:
-        if num_items is None:
             return batches, num_items
-        self._as_stock = False
+        if not self.config.enabled or not batches or num_items is None:
+            return batches, num_items
+        self._as_stock, self._lost = False, 0
         if has_step_in_front(self._trainer):  # what it hands on is not known yet
             return batches, self._without_lost_of(batches, num_items)
         self._look_at_reduction(batches, num_items)
@@ -299,8 +230,7 @@ class Engine:
         if not self._subtracts_lost or "shift_labels" in batches[0] or not chunks.lost_targets:
             return num_items
         of_all = self._trainer.args.average_tokens_across_devices
-        self._lost = chunks.lost_targets if of_all else chunks.table.lost_targets
-        return num_items - self._lost
+        return num_items - (chunks.lost_targets if of_all else chunks.table.lost_targets)
 
     def _without_lost_of(self, batches: list[Any], num_items: Any) -> Any:
         """The same for batches that are going to be split one by one."""
@@ -321,35 +251,11 @@ class Engine:
 
     def step_in_place_of(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`training_step`, which does forward and backward passes of its chunks."""
-        if self._whole is not None and self.config.mode == "joint":
+        if self._whole is not None:
             return self._whole.in_place_of(stock)
         return partial(self._step, stock) if self.config.enabled else stock
 
     def _step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items: Any) -> Tensor:
-        if self._training.way == "split":
-            try:
-                planned = self._planned(stock, model, inputs, num_items)
-            except GradientCheckError as error:
-                self._go_over(error)
-            except BatchError as error:
-                self._go_over_unread(error, [inputs])
-            else:
-                return planned() if isinstance(planned, partial) else planned
-        if isinstance(inputs, _Share):
-            inputs = dict(inputs)
-        if self._lost and num_items is not None:
-            num_items = num_items + self._lost
-        if self._whole is None:
-            return stock(model, inputs, num_items)
-        if self._ladder is not None:
-            self._ladder.heard()
-        loss: Tensor = self._whole.in_place_of(stock)(model, inputs, num_items)
-        return loss
-
-    def _planned(
-        self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items: Any
-    ) -> Tensor | partial[Tensor]:
-        """The passes of a step whose batch has been checked and split, ready to run; or the loss of one that came."""
         if num_items is not None and self.pools is None and not self._as_stock:
             self._look_at_reduction([inputs], num_items)
         if self._as_stock:
@@ -366,6 +272,7 @@ class Engine:
             self._prove([inputs], num_items, batcher)
             chunks = self._training.prepare(inputs, by=batcher)
             indices, guard = range(len(chunks)), self._training.guard(chunks)
+            self._session.count(chunks.stats)
         if self.pools and not sums:
             self._check_means(inputs)
         if self._first.is_due:
@@ -374,16 +281,12 @@ class Engine:
             self._audit(chunks, num_items, batcher)
         if not self._dealt:
             self._look_at_first_labels(chunks, num_items, batcher)
-            self._session.count(chunks.stats)
-        if self._ladder is not None:
-            self._ladder.heard()
-        return partial(self._run, stock, model, inputs, chunks, indices, guard, num_items, sums)
+        return self._run(stock, model, chunks, indices, guard, num_items, sums)
 
     def _run(
         self,
         stock: Callable[..., Tensor],
         model: Any,
-        inputs: Any,
         chunks: MicroBatches,
         indices: range,
         guard: MemoryGuard,
@@ -397,8 +300,6 @@ class Engine:
         # Where other processes write into gradients, what a step of the user's does with them cannot be told.
         alone = accelerator.distributed_type == DistributedType.NO
         is_part = len(chunks) > 1 and (alone or isinstance(model, DistributedDataParallel))
-        may_go_over = self._ladder is not None and bool(self._ladder.left) and self._topology.world == 1
-        before = BeforeStep(own) if may_go_over and indices.start == 0 else None
         try:
             for k in indices:
                 hooks = self._training.around(k, len(chunks))
@@ -409,8 +310,6 @@ class Engine:
                         guard.forward_is_done(k)
                         if micro.has_loss and not micro.is_dummy:
                             self._training.hear(loss, micro.rows)
-                            if before is not None:
-                                before.heed(self._training.hears_news)
 
                     with (
                         self._losses.chunk(own, is_part and (alone or k != indices[-1])),
@@ -418,15 +317,8 @@ class Engine:
                     ):
                         total = total + stock(model, micro.batch, num_items)
                 self._settle(chunks, num_items, is_last=k == len(chunks) - 1)
-        except GradientCheckError as error:
-            if before is not None and before.can_be_had_back:
-                before.restore()
-                self._go_over(error)
-                return self._step(stock, model, inputs, num_items)
+        except (OutOfMemoryError, PeerError, TrainingStepError, GradientHookError, GradientCheckError):
             model.zero_grad(set_to_none=True)  # gradients of a part of a batch
-            raise
-        except (OutOfMemoryError, PeerError, TrainingStepError, GradientHookError):
-            model.zero_grad(set_to_none=True)
             raise
         return total  # type: ignore[no-any-return]
 

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.errors import ConfigError, GradientCheckError
+from lightning_padmin.errors import ConfigError
 from lightning_padmin.integrations.common import Session, Sites, Training, WholeSteps, Words, refuse_data_parallel
 
 _FIX = "Use mode='split' where your loss separates over rows, or PadMinConfig(enabled=False)"
 
 
-def whole_steps(
-    trainer: Any,
-    session: Session,
-    training: Training,
-    go_over: Callable[[GradientCheckError], None] | None = None,
-) -> WholeSteps:
+def whole_steps(trainer: Any, session: Session, training: Training) -> WholeSteps:
     """What runs steps of a Trainer, set up.
 
     Args:
         trainer: of transformers, or of a library that builds on it.
         session: of the mixin.
         training: of the trainer's model.
-        go_over: see `WholeSteps`.
 
     Raises:
         ConfigError: nothing is there to run in chunks, or a setting is not supported; names the fix.
@@ -48,8 +42,7 @@ def whole_steps(
         "tells, or could take it. It ran as it came"
     )
     words = Words("models", "The loss, or what comes behind the models,", _FIX, nothing)
-    tokens = _LossTokens(trainer)
-    return WholeSteps(trainer, session, training, sites=sites, loss_tokens=tokens, words=words, go_over=go_over)
+    return WholeSteps(trainer, session, training, sites=sites, loss_tokens=_LossTokens(trainer), words=words)
 
 
 def refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:

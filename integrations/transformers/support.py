@@ -19,10 +19,12 @@ def refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
         raise ConfigError("mode='replay': PadMinTrainerMixin knows 'split' and 'joint'. Set one of them, or 'auto'")
     if config.normalize != "rank":
         raise ConfigError("normalize='global' is the Trainer's own average_tokens_across_devices: set that")
+    if config.mode != "joint":
+        _refuse_to_split(trainer)
 
 
-def refuse_to_split(trainer: Any) -> None:
-    """Raises ConfigError for arguments under which batches cannot be split; in joint mode steps run once."""
+def _refuse_to_split(trainer: Any) -> None:
+    """Steps run once, and losses are whole, in joint mode."""
     args = trainer.args
     name = str(getattr(args.optim, "value", args.optim))
     if name.endswith("_layerwise") or name in ("lomo", "adalomo"):

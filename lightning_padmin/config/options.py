@@ -196,10 +196,6 @@ class PadMinConfig:
         "Known without it: attention_mask, key_padding_mask (src_, tgt_, memory_), lengths and the like.",
     )
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """Of pickles that were made before an option was there, too."""
-        vars(self).update({"call_masks": {}} | dict(state))
-
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
             raise ConfigError(f"enabled={self.enabled!r}: expected True or False")

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from lightning_padmin.architectures import refuse_batch_statistics, screen
 from lightning_padmin.batch import BatchSpec, Field
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.errors import PadMinError
+from lightning_padmin.errors import AsItCame, PadMinError
 from lightning_padmin.forward.arguments import (
     VARIANTS,
-    AsItCame,
     Entries,
     Reading,
     Readings,

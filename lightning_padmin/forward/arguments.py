@@ -18,11 +18,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_padmin.batch import Field, last_part
 from lightning_padmin.config import PadMinConfig
+from lightning_padmin.errors import AsItCame
 from lightning_padmin.forward.calls import CallMask
-
-
-class AsItCame(Exception):
-    """Why a call cannot run in chunks, as a sentence for the user; empty where the next one may."""
 
 
 def leaves(node: object, path: str = "") -> dict[str, Any]:

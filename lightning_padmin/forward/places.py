@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_padmin.forward.arguments import AsItCame, leaves, rebuilt
+from lightning_padmin.errors import AsItCame
+from lightning_padmin.forward.arguments import leaves, rebuilt
 from lightning_padmin.microbatching import MicroBatches, SlotMap
 from lightning_padmin.runtime import is_padding_filled
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_alone
-from lightning_padmin.errors import BatchError, OutOfMemoryError, PadMinError
+from lightning_padmin.errors import AsItCame, BatchError, OutOfMemoryError, PadMinError
 from lightning_padmin.forward.any_module import AnyCalls
-from lightning_padmin.forward.arguments import AsItCame
 from lightning_padmin.forward.calls import CallSite, transformers_models
 from lightning_padmin.forward.causal_loss import CausalLoss
 from lightning_padmin.forward.padded_forward import PaddedForward

@@ -41,7 +41,7 @@ from lightning_padmin.verification.facets import (
     row_facets,
 )
 from lightning_padmin.verification.fingerprints import Fact, Fingerprint, fingerprint, what_changed
-from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients
+from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients, was_raised_in_check
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
 from lightning_padmin.verification.ledger import MOST_FACETS, WAYS, Ledger
 from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_of
@@ -104,5 +104,6 @@ __all__ = [
     "sketched_shards",
     "step_of",
     "verify_equivalence",
+    "was_raised_in_check",
     "what_changed",
 ]

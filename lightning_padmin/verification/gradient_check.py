@@ -48,6 +48,7 @@ from lightning_padmin.verification.writes import WriteSearch, as_integers, named
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
+_RAISED = "Raised by the first-batch check"
 _SAME = 1e-5  # up to which two passes have computed in one dtype
 
 
@@ -183,6 +184,12 @@ def check_gradients(
         return check.outcome()
     finally:
         passes.restore()
+
+
+def was_raised_in_check(error: BaseException) -> bool:
+    """Whether the step itself has raised it on the few rows of a check, as steps may that need their whole batch."""
+    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return not is_memory and any(note.startswith(_RAISED) for note in getattr(error, "__notes__", ()))
 
 
 class _Check:
@@ -606,7 +613,7 @@ class _Check:
         if self.is_packed:
             error.add_note("Rows were packed (layout='pack'): the mask is None, and there is one row of documents.")
         error.add_note(
-            f"Raised by the first-batch check, which runs the training step on {len(self._probe.rows)} rows of the "
+            f"{_RAISED}, which runs the training step on {len(self._probe.rows)} rows of the "
             "batch. "
             + (
                 ""
@@ -724,4 +731,4 @@ class _Check:
         return Outcome(value, told, final, notable, words, tells_first, rows, losses, self._limit)
 
 
-__all__ = ["Advice", "Outcome", "check_gradients"]
+__all__ = ["Advice", "Outcome", "check_gradients", "was_raised_in_check"]

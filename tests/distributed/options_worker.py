@@ -36,6 +36,7 @@ OTHERS: dict[str, Any] = {
     "decoder_mask_key": "decoder_mask",
     "loss_mask_key": "weights",
     "batch_schema": {"x": "row"},
+    "call_masks": {"model": "off"},
     "static_keys": ["x"],
     "pad_to_multiple_of": 2,
     "shape_buckets": 4,

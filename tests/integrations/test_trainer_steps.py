@@ -364,7 +364,7 @@ def test_hooks_that_act_on_gradients_are_refused(
         hooks(model)
     weights = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(GradientHookError, match=r"has a hook.*on_pre_optimizer_step"):
-        train(kind, tmp_path, model, replace(BUDGET, mode="split"))
+        train(kind, tmp_path, model)
     assert all(torch.equal(p, kept) for p, kept in zip(model.parameters(), weights, strict=True))
 
 
@@ -378,7 +378,7 @@ def test_hooks_that_look_are_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["galore_adamw_layerwise", "apollo_adamw_layerwise", "lomo"])
 def test_optimizers_that_step_in_the_backward_pass(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"optim='{name}' takes its steps in the backward pass"):
-        train(Ours, tmp_path, padmin=replace(BUDGET, mode="split"), optim=name)
+        train(Ours, tmp_path, optim=name)
 
 
 # Noise
