@@ -188,8 +188,8 @@ def check_gradients(
 
 def was_raised_in_check(error: BaseException) -> bool:
     """Whether the step itself has raised it on the few rows of a check, as steps may that need their whole batch."""
-    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return not is_memory and any(note.startswith(_RAISED) for note in getattr(error, "__notes__", ()))
+    is_other = isinstance(error, PadMinError | torch.OutOfMemoryError | MemoryError)
+    return not is_other and any(note.startswith(_RAISED) for note in getattr(error, "__notes__", ()))
 
 
 class _Check:

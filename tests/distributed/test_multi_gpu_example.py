@@ -265,6 +265,7 @@ def test_what_can_be_run(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     assert example.wrong(options(strategy="fsdp", accelerator="gpu")) is None
 
 
+@pytest.mark.slow
 def test_an_error_is_that_of_the_command_line() -> None:
     text = run(EXAMPLE, "--strategy", "fsdp", "--devices", "2", "--accelerator", "cpu", code=2).text
     assert text.splitlines()[-1].startswith("lightning_multi_gpu.py: error: --strategy fsdp (FSDP1) needs a GPU")

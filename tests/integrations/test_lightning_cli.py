@@ -172,6 +172,7 @@ def test_what_it_logs_is_what_the_file_asks_for(split: Program, plain: Program) 
     assert ours == [pytest.approx(row, rel=1e-12) for row in theirs]
 
 
+@pytest.mark.slow
 def test_a_printed_configuration_prints_itself(split: Program) -> None:
     printed = (split.folder / "printed.yaml").read_text()
     assert split.printed("--config", "printed.yaml") == printed
@@ -202,6 +203,7 @@ def test_a_wrong_file_ends_the_program_before_it_trains(tmp_path: Path) -> None:
     assert not (wrong.folder / "result.pt").exists()
 
 
+@pytest.mark.slow
 def test_without_the_schema_the_batch_is_refused(tmp_path: Path) -> None:
     """Control: what the file says reaches the batches."""
     wrong = program(tmp_path / "wrong", TRAINER + CALLBACK.replace("scores: row, ", "") + MODEL)

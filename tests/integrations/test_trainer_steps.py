@@ -274,6 +274,7 @@ def test_in_front_with_an_entry_that_only_the_step_knows(tmp_path: Path, monkeyp
         train(Ours, tmp_path)
 
 
+@pytest.mark.slow
 def test_control_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with rows regrouped, these would train something else, or are refused."""
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
@@ -430,6 +431,7 @@ class Triples:
 TWO_STEPS = ONCE | {"gradient_accumulation_steps": 2}
 
 
+@pytest.mark.slow
 def test_trl_steps_that_act_on_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"behind": trl_cases.trainers(trl_cases.GRPOTrainer, ClipsSteps)}
     kinds["front"] = trl_cases.trainers(outer=(ClipsSteps,))
@@ -444,6 +446,7 @@ def test_trl_steps_that_act_on_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
         assert trl_cases.gradient_difference(found, stock) > 0.05
 
 
+@pytest.mark.slow
 def test_trl_steps_that_send_their_loss_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = trl_cases.trainers(trl_cases.GRPOTrainer, Triples)
     wanted = trl_cases.train(stock, ONCE, None)

@@ -454,6 +454,7 @@ def run_late(kind: type, make: Any = llama, padmin: dict[str, Any] | None = None
     return train(kind, make, config, **options)
 
 
+@pytest.mark.slow
 def test_first_labels_of_a_mean_over_each_batch() -> None:
     with pytest.raises(GradientCheckError, match="set label_shift=0") as caught:
         run_late(Ours, masked_bert, {})
@@ -478,6 +479,7 @@ def test_first_labels_of_a_sum_over_the_targets_of_the_window(collator: Any) -> 
     assert apart(run_late(kinds[1], padmin={"check": "off"}, collator=collator), stock) > 0.01  # the control
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*left-padded rows of a batch have a label")
 def test_first_labels_of_a_causal_loss_are_lost() -> None:
     """Rolled, its first targets are gone, and the divisor must do without them."""

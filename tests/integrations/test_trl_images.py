@@ -69,6 +69,7 @@ def both(
     return found, cases.train(stock, options, None, make, **vision.given(family, **given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mode"), [slow_but(family, mode) for family in vision.FAMILIES for mode in MODES])
 def test_gradients_and_metrics(family: str, mode: str) -> None:
     found, wanted = both(mode, OPTIONS, family, counts=(1, 2))
@@ -86,6 +87,7 @@ def test_gradients_and_metrics(family: str, mode: str) -> None:
 MIXED = OPTIONS | {"per_device_train_batch_size": 8, "loss_type": "grpo"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mode"), [slow_but(family, mode) for family in vision.FAMILIES for mode in MODES])
 def test_rows_without_images_and_with_several(family: str, mode: str) -> None:
     # With as many images as rows stock mixes up what Idefics has, see below.
@@ -93,6 +95,7 @@ def test_rows_without_images_and_with_several(family: str, mode: str) -> None:
     cases.same(*both(mode, MIXED, family, LeavesOutNoImages, budget=128, counts=counts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", SPLIT_FIRST)
 def test_whole_micro_batches_without_images(mode: str) -> None:
     options = {"per_device_train_batch_size": 2, "num_generations": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
@@ -109,6 +112,7 @@ def test_windows_and_rows_that_lose_all_tokens(mode: str) -> None:
     cases.same(*both(mode, options, counts=(1, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", SPLIT_FIRST)
 def test_rloo(mode: str) -> None:
     options = {"beta": 0.2, "num_iterations": 2, "max_steps": 2}
@@ -119,6 +123,7 @@ def test_rloo(mode: str) -> None:
     cases.same(*runs)
 
 
+@pytest.mark.slow
 def test_evaluation() -> None:
     options = ONE | {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     runs = [
@@ -132,6 +137,7 @@ def test_evaluation() -> None:
 # What must fail.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
 def test_negative_control_images_of_the_next_row(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(batches: Any) -> Any:
@@ -147,6 +153,7 @@ def test_negative_control_every_chunk_weighs_the_same(monkeypatch: pytest.Monkey
     assert cases.gradient_difference(*both("split", ONE | {"loss_type": "dapo"}, counts=(1, 2))) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [("gemma3", "token_type_ids"), ("qwen2_vl", "mm_token_type_ids")])
 def test_negative_control_token_types_of_other_columns(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A column off, as where they are not rolled."""
@@ -171,6 +178,7 @@ def test_negative_control_token_types_of_other_columns(family: str, name: str, m
 # Each row as it is alone.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=[] if f in FIRST else [pytest.mark.slow]) for f in vision.FAMILIES]
 )
@@ -205,6 +213,7 @@ def trainer_rows(trainer: Any) -> Any:
     return next(iter(trainer.get_train_dataloader()))
 
 
+@pytest.mark.slow
 def test_positions_of_patches_do_not_depend_on_the_side_of_the_padding() -> None:
     model = vision.qwen2_vl().model
     row = [vision.BEGIN, *[vision.IMAGE] * 6, vision.END, 5, 6, 7]
@@ -244,6 +253,7 @@ class TypedTokens:
         return log_probs, *rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", SPLIT_FIRST)
 def test_token_types_of_text(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trl_stock._EXPECTED, trl_stock.LOG_PROBS, ["self", "model"])
@@ -257,6 +267,7 @@ def test_token_types_of_text(mode: str, monkeypatch: pytest.MonkeyPatch) -> None
 # Cutting.
 
 
+@pytest.mark.slow
 def test_each_kind_of_unit_goes_with_its_row() -> None:
     def units(**inputs: Any) -> Any:
         rows = trl_images.by_row(inputs)
@@ -281,6 +292,7 @@ def test_each_kind_of_unit_goes_with_its_row() -> None:
     }
 
 
+@pytest.mark.slow
 def test_without_images_nothing_is_handed_on() -> None:
     assert trl_images.by_row({"num_images": None, "pixel_values": None}) == {}
     rows = trl_images.by_row({"pixel_values": torch.randn(2, 4), "num_images": [2, 0]})
@@ -288,6 +300,7 @@ def test_without_images_nothing_is_handed_on() -> None:
     assert trl_images.joined(chunk).keys() == {"input_ids"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
@@ -315,6 +328,7 @@ class WithVideos:
         return super()._get_per_token_logps_and_entropies(*args, pixel_values_videos=torch.ones(4, 2), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(MODES))
 def test_what_is_not_known_is_refused(mode: str) -> None:
     _, ours = cases.trainers(outer=(WithVideos,))
@@ -324,6 +338,7 @@ def test_what_is_not_known_is_refused(mode: str) -> None:
         cases.train(ours, ONE, cases.padmin(mode))
 
 
+@pytest.mark.slow
 def test_rows_whose_pixels_and_masks_stock_has_mixed_up() -> None:
     """Padded to two images each, where there are as many images as rows: stock takes them for images in a line."""
     pixels = torch.zeros(2, 2, 1, 4, 4)
@@ -335,6 +350,7 @@ def test_rows_whose_pixels_and_masks_stock_has_mixed_up() -> None:
         trl_images.by_row(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", SPLIT_FIRST)
 def test_what_stock_mixes_up_is_refused(mode: str) -> None:
     """Stock itself fails on it, or trains on the images of other rows."""
@@ -343,6 +359,7 @@ def test_what_stock_mixes_up_is_refused(mode: str) -> None:
         cases.train(ours, MIXED, cases.padmin(mode), vision.idefics3, **vision.given("idefics3", counts=(2, 0, 1)))
 
 
+@pytest.mark.slow
 def test_a_chunk_with_images_runs_last() -> None:
     chunks = [SimpleNamespace(rows=np.array(rows)) for rows in ([0, 3], [1], [2], [4])]
     assert trl_images.in_order(chunks, None) == [0, 1, 2, 3]
@@ -372,6 +389,7 @@ def test_two_processes(ranks: processes.Ranks, unused: bool, mode: str) -> None:
     assert all(rank["chunks without images"] for rank in ranks)
 
 
+@pytest.mark.slow
 def test_sharded_models_that_see_run_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl_stock, "distributed_type", lambda trainer: "FSDP")
     with pytest.warns(PadMinWarning, match="under FSDP a model with a vision tower runs as without PadMinMixin"):

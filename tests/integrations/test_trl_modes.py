@@ -223,6 +223,7 @@ def test_a_window_that_cannot_tell_puts_the_check_off() -> None:
         assert float((mine - theirs).abs().max() / theirs.abs().max()) <= 1e-5
 
 
+@pytest.mark.slow
 def test_what_the_loss_keeps_in_lists_is_kept_once_per_stock_micro_batch() -> None:
     class Keeping:
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
@@ -285,6 +286,7 @@ def test_counts_that_are_logged(mode: str) -> None:
     assert stats.dummies == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["split", slow("joint"), slow("replay")])
 def test_step_time_covers_all_of_a_step(mode: str) -> None:
     class Slow:
@@ -301,6 +303,7 @@ def test_step_time_covers_all_of_a_step(mode: str) -> None:
     assert 0.5 <= logged <= found.logs[-1]["train_runtime"]
 
 
+@pytest.mark.slow
 def test_without_a_budget_of_its_own_no_pass_is_larger_than_a_stock_micro_batch() -> None:
     found = cases.train(cases.OURS, PLAIN, cases.padmin(token_budget=None))
     wanted = cases.stock(PLAIN)
@@ -330,6 +333,7 @@ class Held:
         self.tensor = tensor
 
 
+@pytest.mark.slow
 def test_split_and_replay_keep_the_graph_of_one_chunk() -> None:
     options = PLAIN | {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16, "max_steps": 2}
     peaks = {}

@@ -37,6 +37,7 @@ def test_options(mode: str, more: dict[str, Any]) -> None:
     cases.same(cases.train(cases.OURS_RLOO, options, cases.padmin(mode)), cases.stock(options, cases.STOCK_RLOO))
 
 
+@pytest.mark.slow
 def test_rows_that_have_not_run_yet_overflow_nothing() -> None:
     """Long rows have sums of log-probs whose exponential is infinite in float32: the reported loss must not be."""
 

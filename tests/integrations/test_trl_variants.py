@@ -35,6 +35,7 @@ def both(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -70,6 +71,7 @@ def test_quantile_of_entropies(mode: str) -> None:
     cases.same(cases.run(trainer), cases.stock(options))
 
 
+@pytest.mark.slow
 def test_quantile_of_entropies_cannot_be_split() -> None:
     with pytest.raises(ConfigError, match=r"mode='split': top_entropy_quantile=0\.5 .* Set mode='replay'"):
         cases.build(cases.OURS, {"top_entropy_quantile": 0.5}, cases.padmin("split"))
@@ -110,6 +112,7 @@ def watching(look: Any) -> type:
     return Watching
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ALL)
 def test_batches_without_any_completion_token(mode: str) -> None:
     options = {"mask_truncated_completions": True, "max_steps": 2, "loss_type": "grpo"}
@@ -119,6 +122,7 @@ def test_batches_without_any_completion_token(mode: str) -> None:
     assert cases.metric_difference(found, wanted)[0] <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", SPLIT_AND_REPLAY)
 @pytest.mark.parametrize(
     ("per_generation", "accumulate", "iterations"), [(2, 4, 1), (6, 4, 1), (6, 4, 2), (8, 2, 1), (8, 4, 2), (2, 2, 2)]
@@ -136,6 +140,7 @@ def test_generations_and_accumulation_windows_that_do_not_meet(
     cases.same(cases.train(cases.OURS, options, cases.padmin(mode)), cases.stock(options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("per_generation", [2, 4])
 def test_the_short_window_at_the_end_of_an_epoch(mode: str, per_generation: int) -> None:
@@ -168,6 +173,7 @@ class ToolMask:
         return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("loss", ["grpo", "bnpo", "dapo"])
 def test_tool_masks(mode: str, loss: str) -> None:
@@ -183,6 +189,7 @@ class PreparedAgain:
         return prepared | {"advantages": prepared["advantages"] * factor}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inner", "outer"])
 @pytest.mark.parametrize("mode", ALL)
 def test_inputs_are_prepared_once_per_step(where: str, mode: str) -> None:
@@ -219,6 +226,7 @@ class SamplingLogProbs:
             self.use_vllm = False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("correction", ["sequence_mask", "token_truncate"])
 @pytest.mark.parametrize("loss", ["dapo", "vespo"] if cases.RELEASE >= (1, 0) else ["dapo"])
@@ -231,6 +239,7 @@ def test_importance_ratios_of_an_inference_engine(mode: str, correction: str, lo
     both(options, mode, SamplingLogProbs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_gradient_checkpointing(mode: str, reentrant: bool | None) -> None:
@@ -240,6 +249,7 @@ def test_gradient_checkpointing(mode: str, reentrant: bool | None) -> None:
     cases.same(cases.train(cases.OURS, options, cases.padmin(mode)), cases.stock(options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ALL)
 def test_bf16_is_as_far_from_float32_as_without(mode: str) -> None:
     exact = cases.stock({"max_steps": 1})
@@ -261,6 +271,7 @@ def test_lora(mode: str) -> None:
     cases.same(results[1], results[0], bound=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ALL)
 def test_evaluation(mode: str) -> None:
     options = OLD_POLICY | {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
@@ -293,6 +304,7 @@ def recurrent_gemma() -> nn.Module:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "words"),
     [(gpt2, "numbers positions by column"), (recurrent_gemma, "lets padding into its state")],
@@ -328,6 +340,7 @@ def scaled_by_length(limit: int) -> nn.Module:
     return cases.qwen2(max_position_embeddings=limit, rope_parameters=rope)
 
 
+@pytest.mark.slow
 def test_positions_that_depend_on_the_longest_row() -> None:
     """Exact up to the length from which they do; refused beyond."""
     options = {"max_steps": 1}
@@ -361,6 +374,7 @@ def experts() -> nn.Module:
     return cases.scaled(transformers.Qwen3MoeForCausalLM(config))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cases.RELEASE < (1, 4), reason="takes no balance loss")
 def test_balance_loss_of_experts() -> None:
     options = {"max_steps": 2, "gradient_checkpointing": False}
