@@ -132,12 +132,12 @@ class LossCheck:
                 training.postpone()
         return whole
 
-    def _in_chunks(self, **differs: Any) -> AbstractContextManager[Calls]:
+    def _in_chunks(self, *, anew: bool = False, **differs: Any) -> AbstractContextManager[Calls]:
         training, config = self._training, replace(self._config_of_whole, **differs)
         # Ranks run equally many chunks where forward passes are collective.
         exchange = training.topology.exchange if training.topology.kind == "sharded" else None
         kept = None if differs else self._forwards
-        return chunked(self._sites, config, exchange, kept=kept, tell=self._session.notices)
+        return chunked(self._sites, config, exchange, kept=kept, tell=self._session.notices, anew=anew)
 
     def prepare(self, batch: Any) -> MicroBatches:
         """The micro-batches of a batch whose loop has no loss function that could be asked."""
@@ -274,7 +274,7 @@ class LossCheck:
         if training.way == "joint":
             config = self._config_of_whole
             alone = partial(self._in_chunks, max_rows=1, token_budget=None)
-            options |= {"joint": self._in_chunks, "alone": alone}
+            options |= {"joint": partial(self._in_chunks, anew=True), "alone": alone}
         holders, names = reached_by(loss_fn)
         with ExitStack() as stack:
             stack.enter_context(names)

@@ -258,7 +258,7 @@ class WholeSteps:
         """In the check as in training, so that what is said once is."""
         with ExitStack() as stack:
             stack.enter_context(self._as_stock())
-            calls = stack.enter_context(self._chunked(self._sites()))
+            calls = stack.enter_context(self._chunked(self._sites(), anew=True))
             try:
                 yield
             except (PadMinError, OnlyBackwardError, torch.OutOfMemoryError):
@@ -271,8 +271,10 @@ class WholeSteps:
                 ) from error
             self._waste = calls.total
 
-    def _chunked(self, sites: Mapping[str, nn.Module | CallSite]) -> AbstractContextManager[Calls]:
-        return chunked(sites, self._config, self._exchange, kept=self._forwards)
+    def _chunked(
+        self, sites: Mapping[str, nn.Module | CallSite], *, anew: bool = False
+    ) -> AbstractContextManager[Calls]:
+        return chunked(sites, self._config, self._exchange, kept=self._forwards, anew=anew)
 
     def _judged(self, found: Apart) -> Outcome:
         part, words = self._words.part, self._words

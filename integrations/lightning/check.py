@@ -162,7 +162,7 @@ class FirstBatchCheck:
         )
 
     def _chunked(self) -> AbstractContextManager[Any]:
-        return self._in_chunks(self._config, self._training.gate, self._kept, self._tell)
+        return self._in_chunks(self._config, self._training.gate, self._kept, self._tell, anew=True)
 
     def _alone(self) -> AbstractContextManager[Any]:
         # Without a budget of its own: that a row is over it is no news here.

@@ -290,19 +290,32 @@ def _merge_values(micro_batches: MicroBatches, values: list[Any], loss: LossMerg
 
 
 class MetricGuard:
-    """Keeps torchmetrics objects as they are while a dummy micro-batch runs: its row has been counted already."""
+    """Keeps torchmetrics objects as they are, while a dummy micro-batch runs, say: its row has been counted already.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    Args:
+        module: whose.
+        results: what has been logged, by name, as Lightning keeps it.
+    """
+
+    def __init__(self, module: torch.nn.Module, results: dict[str, Any] | None = None) -> None:
         self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
+        self._results = {} if results is None else results
         self._saved: list[dict[str, Any]] = []
+        self._logged: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> None:
         # States are plain attributes, updated in place or rebound; lists of tensors are only appended to.
         self._saved = [{name: _kept(value) for name, value in vars(metric).items()} for metric in self._metrics]
+        logged = self._results.items()
+        self._logged = {key: {name: _kept(value) for name, value in vars(each).items()} for key, each in logged}
 
     def __exit__(self, *_: object) -> None:
         for metric, saved in zip(self._metrics, self._saved, strict=True):
             vars(metric).update(saved)
+        for key in set(self._results) - set(self._logged):
+            del self._results[key]
+        for key, saved in self._logged.items():
+            vars(self._results[key]).update(saved)
 
 
 def _kept(value: Any) -> Any:

@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_padmin.errors import GradientCheckError
+from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.integrations.common import (
     BeforeStep,
     Kind,
@@ -256,26 +256,46 @@ class AutoOptimization(_AutomaticOptimization):
                 break
             except GradientCheckError as error:  # on all ranks
                 self._ladder.go_over(error)
-        self._ladder.heard()
-        if not self._ladder.left:
+        if self._before is None:
+            self._ladder.heard()
+        # Whole steps may write into whatever they like, so that none can be had back.
+        if self._ladder.now != "split" or not self._ladder.left:
             return closure
         return _AutoClosure(self, closure, lambda: self._make_closure(kwargs, optimizer, batch_idx))
 
-    def _run(self, closure: Closure, again: Callable[[], Closure]) -> ClosureResult:
-        """Where a loss is told to be of another kind behind a pass, the batch runs another way from its beginning."""
+    def _run(self, closure: Closure, again: Callable[[], Closure]) -> tuple[ClosureResult, Closure]:
+        """What a closure gives, and the one that is to be called the next time.
+
+        Where a loss is told to be of another kind behind a pass, or the step fails on a part of the batch, the batch
+        runs another way from its beginning.
+        """
         module = self.trainer.lightning_module
-        # Logged values are written when all micro-batches have run.
-        self._before = before = BeforeStep(module, MetricGuard(module), zeroes=closure._zero_grad_fn is not None)
+        guard = MetricGuard(module, self.trainer.fit_loop.epoch_loop._results)
+        self._before = before = BeforeStep(module, guard, zeroes=closure._zero_grad_fn is not None)
         try:
-            return closure.closure()
-        except GradientCheckError as error:
-            if not before.can_be_had_back:
+            return closure.closure(), closure
+        except Exception as error:
+            found = self._reason_of(error, closure)
+            if found is None or not before.can_be_had_back:
                 raise
             before.restore()
-            self._ladder.go_over(error)
-            return again().closure()
+            self._ladder.go_over(found)
+            closure = again()
+            result = closure.closure()
+            self._ladder.heard()  # not before: the step may fail on the whole of it, too
+            return result, closure
         finally:
             self._before = None
+
+    def _reason_of(self, error: Exception, closure: Closure) -> GradientCheckError | None:
+        """Why the batch cannot be split, if that is what an error says; no rank hears of it but this one."""
+        if isinstance(error, GradientCheckError):
+            return error
+        is_other = isinstance(error, PadMinError | torch.OutOfMemoryError | MemoryError)
+        if is_other or getattr(closure, "failed", None) is not error or self.trainer.world_size > 1:
+            return None
+        words = f"the step fails on a part of a batch ({type(error).__name__}: {error})"
+        return GradientCheckError(words)
 
     def _heed(self) -> None:
         """A loss was heard, and is sent backward next."""
@@ -298,7 +318,8 @@ class _AutoClosure(Closure):
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        return self._loop._run(self._inner, self._again)
+        result, self._inner = self._loop._run(self._inner, self._again)
+        return result
 
 
 class _Heeded:
@@ -334,6 +355,7 @@ class _SplitClosure(Closure):
         backward, zero_grad = loop._make_backward_fn(optimizer), loop._make_zero_grad_fn(batch_idx, optimizer)
         super().__init__(lambda: ClosureResult(None), backward, zero_grad)
         self._loop, self._micro_batches, self._kwargs, self._guard = loop, micro_batches, kwargs, guard
+        self.failed: Exception | None = None  # what the step has raised for a part of a batch
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
@@ -371,7 +393,11 @@ class _SplitClosure(Closure):
             reduces_in_hooks = is_sharded(trainer) or find_engine(trainer.strategy) is not None
             if reduces_in_hooks and not self._micro_batches.table.has_loss:
                 stack.enter_context(_zero_for_undefined_loss(trainer.lightning_module))
-            result = loop._training_step(OrderedDict(self._kwargs, batch=micro.batch))
+            try:
+                result = loop._training_step(OrderedDict(self._kwargs, batch=micro.batch))
+            except Exception as error:
+                self.failed = error if len(self._micro_batches) > 1 else None
+                raise
             self._guard.forward_is_done(k)
             if k == 0 and self._zero_grad_fn is not None:
                 self._zero_grad_fn()

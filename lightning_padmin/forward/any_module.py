@@ -113,7 +113,7 @@ class AnyCalls:
         return next((mask for mask in masks if value_at(arguments, mask.argument) is not None), None)
 
     def run(
-        self, original: Callable[..., Any], bound: inspect.BoundArguments, given: CallMask
+        self, original: Callable[..., Any], bound: inspect.BoundArguments, given: CallMask, *, anew: bool = False
     ) -> tuple[Any, MicroBatches] | None:
         """Outputs of a call, and its micro-batches; None where there is no padding to remove, or no mask after all.
 
@@ -121,6 +121,7 @@ class AnyCalls:
             original: the module's own forward.
             bound: its arguments.
             given: which of them says what is padding.
+            anew: whether what was proven is proven again, since attributes and buffers may have changed.
 
         Raises:
             AsItCame: it cannot run in chunks.
@@ -139,7 +140,7 @@ class AnyCalls:
             if readings in tried:
                 continue
             tried.append(readings)
-            found = self._run(_Call(original, bound, entries, readings))
+            found = self._run(_Call(original, bound, entries, readings), anew)
             if not isinstance(found, str):
                 return found
             why.append(found)
@@ -147,14 +148,14 @@ class AnyCalls:
             raise AsItCame(why[0])
         return None
 
-    def _run(self, call: _Call) -> tuple[Any, MicroBatches] | str:
+    def _run(self, call: _Call, anew: bool) -> tuple[Any, MicroBatches] | str:
         """Outputs and micro-batches; or why not, "" where there is nothing to remove or the next call may tell."""
         batches = self._planned(call)
         if batches.stats.slots >= batches.stats.slots_before:
             return ""
         key = _key(self._module, call.entries, call.readings, rolled=bool(batches.table.start.any()))
         places = self._memory.places.get(key)
-        if places is None:
+        if places is None or (anew and not isinstance(places, str)):
             places = self._found_out(call, batches, key)
         if isinstance(places, str):
             return places
@@ -176,7 +177,7 @@ class AnyCalls:
 
     def _found_out(self, call: _Call, batches: MicroBatches, key: Key) -> Places | str:
         memory = self._memory
-        if len(memory.places) >= _MOST_STRUCTURES:
+        if len(memory.places) >= _MOST_STRUCTURES and key not in memory.places:
             return f"its inputs have had {_MOST_STRUCTURES} structures already"
         if int(batches.table.length.max()) < LEAST_WIDTH:
             return f"no row has {LEAST_WIDTH} positions, which is too few to tell its outputs' dimensions"
@@ -406,15 +407,34 @@ class _Call:
 
 
 def _key(module: nn.Module, entries: Entries, readings: Mapping[str, Reading], *, rolled: bool) -> Key:
-    """What a proof holds for: whether it trains, and of each entry what it is."""
-    parts: list[Any] = [module.training, rolled, entries.mask, entries.kind]
+    """What a proof holds for: whether it trains, which of its numbers are 0, and of each entry what it is."""
+    parts: list[Any] = [module.training, rolled, entries.mask, entries.kind, _switches(module)]
     for path, leaf in entries.leaves.items():
         if path in readings:
             reading = readings[path]
             parts.append((path, reading.kind, reading.row_dim, reading.position_dims, getattr(leaf, "dtype", None)))
         else:
-            parts.append((path, leaf if isinstance(leaf, bool | str | None) else type(leaf)))
+            parts.append((path, leaf if isinstance(leaf, bool | str | None) else _switch(leaf)))
     return tuple(parts)
+
+
+def _switches(module: nn.Module) -> int:
+    """A digest of which numbers among attributes, and among buffers of one number on the host, are 0."""
+    found = []
+    for number, child in enumerate(module.modules()):
+        plain = [(name, each == 0) for name, each in vars(child).items() if isinstance(each, int | float)]
+        held = [
+            (name, not each.item())
+            for name, each in child._buffers.items()
+            if each is not None and each.ndim == 0 and each.device.type == "cpu"
+        ]
+        found.append((number, tuple(plain + held)))
+    return hash(tuple(found))
+
+
+def _switch(leaf: Any) -> Any:
+    """What a number may switch on or off: only whether it is 0 counts, since rates change at every step."""
+    return type(leaf), leaf == 0 if isinstance(leaf, int | float) else None
 
 
 __all__ = ["AnyCalls"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
@@ -44,6 +45,7 @@ def chunked(
     gate: PackGate | None = None,
     kept: Forwards | None = None,
     tell: Callable[[str], None] | None = None,
+    anew: bool = False,
 ) -> Iterator[Calls]:
     """While the context is open, calls of these modules run in chunks.
 
@@ -60,11 +62,13 @@ def chunked(
         tell: told why a call runs as it came, once for each reason. Without it a model of transformers raises where
             its call cannot be taken; and what holds for other modules, and for models where their backbones are among
             the sites, is a warning.
+        anew: whether calls of modules that nobody knows are proven again: for audits, since what was proven of a
+            module holds for the attributes and buffers that it had.
 
     Yields:
         The `PaddingStats` of each call that ran in chunks.
     """
-    run = _Run(config, exchange, gate, {} if kept is None else kept, tell)
+    run = _Run(config, exchange, gate, {} if kept is None else kept, tell, anew)
     with ExitStack() as stack:
         for name, each in models.items():
             site = each if isinstance(each, CallSite) else CallSite(name, each)
@@ -103,6 +107,7 @@ class _Run:
     gate: PackGate | None
     kept: Forwards
     tell: Callable[[str], None] | None
+    anew: bool
     calls: Calls = field(default_factory=Calls)
     is_inside: bool = False
 
@@ -137,6 +142,34 @@ class _Run:
 _TOLD: WeakKeyDictionary[nn.Module, Notices] = WeakKeyDictionary()
 
 
+class _StandIn:
+    """A function in the place of a module's `forward`. Copies of the module have their own.
+
+    Args:
+        function: what is called.
+        module: whose.
+
+    Attributes:
+        padmin_stands_for: what the module itself had there, for who asks what a model's forward is.
+    """
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        functools.update_wrapper(self, module.forward)  # whoever looks for the module's own function finds it
+        self.padmin_stands_for = vars(module).get("forward")
+        self._module = module
+        self._call = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # planning is no work for it
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        return self._call(*args, **inputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """What stands in the copy of the module: a method of its own, and not of the one that was copied."""
+        copied = memo.get(id(self._module))
+        if self.padmin_stands_for is not None:
+            return copy.deepcopy(self.padmin_stands_for, memo)
+        return self._module.forward if copied is None else MethodType(type(copied).forward, copied)
+
+
 class _Proxy:
     """Stands in for the `forward` of one module."""
 
@@ -145,14 +178,10 @@ class _Proxy:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]  # planning is no work for a compiler
-        @functools.wraps(self._original)  # whoever looks for the module's own function finds it
         def forward(*args: Any, **inputs: Any) -> Any:
             return self._original(*args, **inputs) if self._run.is_inside else self._forward(*args, **inputs)
 
-        # Its own, for who asks what a module's forward is.
-        forward.padmin_stands_for = vars(self._model).get("forward")
-        with replaced(self._model, forward=forward):
+        with replaced(self._model, forward=_StandIn(forward, self._model)):
             yield
 
     def _forward(self, *args: Any, **inputs: Any) -> Any:
@@ -179,7 +208,7 @@ class _Proxy:
         before = RandomState()
         try:
             with self._run.inside():
-                result = calls.run(self._original, bound, given)
+                result = calls.run(self._original, bound, given, anew=self._run.anew)
         except OutOfMemoryError:
             raise
         except (AsItCame, PadMinError) as refused:

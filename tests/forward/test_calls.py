@@ -379,3 +379,58 @@ def test_what_a_module_makes_once_is_no_write_in_each_call() -> None:
     assert (dict(first[1].chunked), dict(second[1].chunked)) == ({}, {"m": 1})
     assert first[2] == second[2] == []
     assert float((first[0] - second[0])[mask != 0].detach().abs().max()) <= 1e-12
+
+
+def test_a_proof_holds_for_what_was_switched_on() -> None:
+    """A coupling that an argument, an attribute or a buffer brings in later; at audits, whatever has changed."""
+
+    class Mixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner, self.share, self.hidden = nn.Linear(4, 4).double(), 0.0, [0.0]
+            self.register_buffer("weight", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x: Tensor, attention_mask: Tensor, mix: float = 0.0) -> Tensor:
+            out = self.inner(x) * attention_mask.unsqueeze(-1)
+            return out + (mix + self.share + self.weight + self.hidden[0]) * out.mean(0)
+
+    def differs(module: Mixes, mix: float = 0.0, **options: Any) -> float:
+        x = torch.arange(96, dtype=torch.float64).reshape(4, 6, 4).sin()
+        mask = (torch.arange(6) < torch.tensor([6, 3, 2, 2])[:, None]).long()
+        wanted = module(x, mask, mix) * mask.unsqueeze(-1)
+        config, holder = PadMinConfig(token_budget=8, launch_cost=0), nn.ModuleDict({"inner": module})
+        with chunked(call_sites(holder), config, kept=kept, tell=told.append, **options) as calls:
+            found = module(x, mask, mix) * mask.unsqueeze(-1)
+        ran.append(len(calls))
+        return float((found - wanted).detach().abs().max())
+
+    for change in ("mix", "share", "weight", "hidden"):
+        module, kept, told, ran = Mixes(), {}, list[str](), list[int]()
+        assert differs(module) <= 1e-12
+        if change == "share":
+            module.share = 0.5
+        elif change == "weight":
+            module.weight.fill_(0.5)
+        elif change == "hidden":
+            module.hidden[0] = 0.5
+            assert differs(module) > 0.01  # the control: nothing tells of it but an audit
+            differs(module, anew=True)
+        assert differs(module, mix=0.5 if change == "mix" else 0.0) <= 1e-12
+        assert ran[0] == 1
+        assert ran[-1] == 0
+        assert "couples rows" in told[-1]
+
+
+def test_a_copy_of_a_module_that_is_run_in_chunks_is_a_module_of_its_own() -> None:
+    holder = nn.ModuleDict({"inner": nn.TransformerEncoderLayer(4, 1, 8, batch_first=True).double()})
+    mask = torch.tensor([[False, False], [False, True]])
+    x = torch.ones(2, 2, 4, dtype=torch.float64)
+    with chunked(call_sites(holder), PadMinConfig(), tell=lambda words: None):
+        copied = copy.deepcopy(holder)
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.zero_()
+        assert not torch.equal(copied["inner"](x, src_key_padding_mask=mask), holder["inner"](x))
+    assert "forward" not in vars(holder["inner"])
+    assert torch.equal(copied["inner"](x), nn.TransformerEncoderLayer.forward(copied["inner"], x))
