@@ -420,7 +420,7 @@ class Training:
                 raise
             told = self._in_time(error)
             self._write("refused", facets=sorted(self.ledger.new), words=str(told))
-            raise told from None
+            raise told from error.__cause__
         if outcome is None or not outcome.told:
             new = sorted(self.ledger.new)
             self.ledger.could_not_tell(for_want_of_gradients=outcome is not None)

@@ -87,16 +87,18 @@ class Ladder:
 
         Raises:
             PadMinError: that error, where no way is left, with why; and where another option is what is asked for.
+            Exception: what the step itself has raised for a part of a batch, if it is that.
         """
+        of_step = error.__cause__
         if not self.left or getattr(error, "is_declaration", False):
-            raise error
+            raise error if of_step is None else of_step
         kept = self._why_kept() if self._has_run else None
         if kept is not None:
-            raise _further(error, f"mode='auto' keeps the way of the first batch here ({kept})")
+            raise of_step or _further(error, f"mode='auto' keeps the way of the first batch here ({kept})")
         training, way = self._training, self.left[0]
         slots = int(training.topology.exchange([training.slots]).max())
         if self._budget is not None and slots > self._budget:
-            raise _further(
+            raise of_step or _further(
                 error,
                 f"mode='auto' does not go on with whole batches, since one of {slots:,} slots takes more memory than "
                 f"token_budget={self._budget} allows: set token_budget={slots} or None, if it fits",

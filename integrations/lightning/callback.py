@@ -266,7 +266,7 @@ class PadMinCallback(pl.Callback):
                 batches = check.batches
                 batches.is_due = False  # an earlier fit of this module has told
                 batches.first_is_open = batches.first_is_open and self._first_is_open
-            self._checks[joint] = check
+            self._checks = {joint: check}  # that of a way that was left holds its last batch
         return self._checks[joint]
 
     @property

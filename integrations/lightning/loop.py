@@ -294,8 +294,9 @@ class AutoOptimization(_AutomaticOptimization):
         is_other = isinstance(error, PadMinError | torch.OutOfMemoryError | MemoryError)
         if is_other or getattr(closure, "failed", None) is not error or self.trainer.world_size > 1:
             return None
-        words = f"the step fails on a part of a batch ({type(error).__name__}: {error})"
-        return GradientCheckError(words)
+        found = GradientCheckError(f"the step fails on a part of a batch ({type(error).__name__}: {error})")
+        found.__cause__ = error
+        return found
 
     def _heed(self) -> None:
         """A loss was heard, and is sent backward next."""

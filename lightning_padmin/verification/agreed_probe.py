@@ -12,8 +12,16 @@ from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange
 from lightning_padmin.microbatching import PackStyle
-from lightning_padmin.verification.probe import Probe, choose_rows, first_label_groups, make_probe, whole_probe
-from lightning_padmin.verification.rows import Shown, best_numbers
+from lightning_padmin.verification.probe import (
+    Probe,
+    choose_rows,
+    first_label_groups,
+    make_probe,
+    padded_row,
+    probe_of_one,
+    whole_probe,
+)
+from lightning_padmin.verification.rows import Shown, best_numbers, carrying
 
 
 def agreed_probe(
@@ -27,8 +35,9 @@ def agreed_probe(
     more_than_told: bool,
     packs: PackStyle | None,
     shown: Shown,
+    may_be_one: bool = True,
 ) -> Probe | None:
-    """A probe of equally many rows on all ranks, or None on all."""
+    """A probe of equally many rows on all ranks, or None on all; of one row, which tells nothing of reductions, too."""
     if is_joint:  # coupled losses may need their whole batch, and it is what training is going to run
         return whole_probe(schema, table, config)
     found = choose_rows(batch, schema, table, config, limit, shown)
@@ -38,6 +47,8 @@ def agreed_probe(
     said = exchange([_bits(found), _bits(telling), _bits(best_numbers(found)), riders])
     everywhere = int(np.bitwise_and.reduce(said[:, 0]))
     somewhere, best = (int(np.bitwise_or.reduce(said[:, k])) for k in (1, 2))
+    if everywhere == 0 and packs is None and may_be_one and not more_than_told:
+        return _one_row(schema, table, config, exchange)
     if everywhere == 0 or (more_than_told and not everywhere & somewhere):
         return None
     chosen = everywhere & somewhere & best or everywhere & somewhere or everywhere & best or everywhere
@@ -46,6 +57,16 @@ def agreed_probe(
     return make_probe(
         batch, schema, table, config, n, packs, found[n].groups, limit=limit, shown=shown, riders=most_riders
     )
+
+
+def _one_row(schema: Schema, table: RowTable, config: PadMinConfig, exchange: Exchange) -> Probe | None:
+    """Where no two rows are to be had everywhere: one on each rank, if padding is there that the split takes away."""
+    rows = np.flatnonzero(carrying(table))
+    padded = padded_row(table, rows)
+    said = exchange([int(len(rows) > 0), int(padded is not None)])
+    if not said[:, 0].all() or not said[:, 1].any():
+        return None
+    return probe_of_one(schema, table, int(rows[0]) if padded is None else padded, config)
 
 
 def halved(config: PadMinConfig, table: RowTable) -> PadMinConfig:

@@ -491,8 +491,13 @@ def _width(node: Any, how: _How) -> _Facts:
 
 def _given(node: Any, how: _How) -> _Facts:
     for name in how.optional:
-        if getattr(node, f"_raw_saved_{name}").data is not None:
-            yield name, "given", str
+        if getattr(node, f"_raw_saved_{name}").data is None:
+            continue
+        yield name, "given", str
+        value = _tensor(node, name)
+        if value is not None and value.ndim == 1 and len(value) > 1:  # of classes, which may come in later
+            with torch.no_grad():
+                yield f"{name} of all classes", (value != value[0]).any().to(torch.float32), _evenness
 
 
 def _tensor(node: Any, name: str) -> Tensor | None:
@@ -530,6 +535,10 @@ def _unwrapped(value: Any) -> Any:
 
 def _zero(value: Any) -> str:
     return _ZERO if value == 0 else ""
+
+
+def _evenness(value: Any) -> str:
+    return "equal" if value == 0 else "not equal"
 
 
 def _power(value: Any) -> str:

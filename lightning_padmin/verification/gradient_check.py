@@ -129,7 +129,8 @@ def check_gradients(
         tolerance: largest relative difference that counts as none; default 1e-3 in float32, and in half precision by
             what rounding makes of the batch (see `noise`), at most 0.1. Where weights are float32, autocast is left
             out if the step runs without it.
-        may_stay_untold: no refusal of what cannot be told, since nothing is split then.
+        may_stay_untold: no refusal of what cannot be told, since nothing is split then; it is asked for reductions,
+            of which one row tells nothing.
         is_half: the step computes in half precision, which compiled code may hide.
         exchange: the collective.
         joint: a context in which `loss_fn` runs the model in chunks; then that is compared, not the split.
@@ -168,7 +169,8 @@ def check_gradients(
         is_joint = joint is not None
         # In float32, where the check may leave autocast out, activations take twice the memory.
         room = halved(config, table) if is_half and not is_joint and may_run_in_float32(module) else config
-        probe = agreed_probe(batch, schema, table, room, exchange, limit, is_joint, more_than_told, packs, shown)
+        among = limit, is_joint, more_than_told, packs, shown
+        probe = agreed_probe(batch, schema, table, room, exchange, *among, may_be_one=not may_stay_untold)
     if probe is None:
         return None
     heard = Heard(loss_fn, logged) if joint is not None else None

@@ -214,6 +214,13 @@ def rolled_rows(schema: Schema, table: RowTable, rows: Ints, config: PadMinConfi
     return pad_layout(table, rows, config.pad_to_multiple_of, None if schema.can_widen else schema.widths)
 
 
+def probe_of_one(schema: Schema, table: RowTable, row: int, config: PadMinConfig) -> Probe:
+    """One row, as it came and trimmed: all that can be told of batches of one row."""
+    rows = np.array([row])
+    came, whole = _as_it_came(table, rows, None, 1), rolled_rows(schema, table, rows, config)
+    return Probe(rows, (rows,), came, whole, (whole,), (rows,))
+
+
 def whole_probe(schema: Schema, table: RowTable, config: PadMinConfig) -> Probe:
     """All rows of the batch, in no groups: for a loss that may need all of them."""
     rows = np.arange(len(table))

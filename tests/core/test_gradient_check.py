@@ -75,9 +75,29 @@ def test_rows_that_tell_no_reduction_apart() -> None:
     assert check(Step("token-mean"), more_than_told=True) is not None
 
 
+class ReadsPadding(Step):
+    """Its loss is a mean over all slots."""
+
+    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(batch["input_ids"]).square().mean()
+
+
 def test_too_few_rows() -> None:
     assert check(Step(), support.make_batch([5])) is None
-    assert check(Step(), support.make_batch([5, 6], without_loss=[1])) is None
+    assert check(Step(), support.make_batch([5, 5], without_loss=[1])) is None
+
+
+def test_one_row_with_padding() -> None:
+    """All that a batch of one row can tell: whether its padding is read."""
+    for batch in (support.make_batch([5], width=8), support.make_batch([5, 6], without_loss=[1])):
+        outcome = check(Step(), batch)
+        assert outcome is not None
+        assert (outcome.told, outcome.final) == (True, False)
+        assert outcome.difference <= 1e-12
+    reads = ReadsPadding()
+    with pytest.raises(GradientCheckError, match="A row with padding behind it is trained otherwise than without"):
+        check(reads, support.make_batch([5], width=8))
+    assert check(reads, support.make_batch([5])) is None
 
 
 def test_losses_that_couple_rows() -> None:
@@ -265,5 +285,6 @@ def test_two_ranks_come_to_one_answer(wrong: str | None) -> None:
     elif wrong == "error":
         assert type(found[0]) is PeerError
         assert type(found[1]) is ValueError
-    else:
-        assert found == {0: None, 1: None}
+    else:  # one row of each, of which one has padding
+        assert found[0] == found[1]
+        assert (found[0].told, found[0].final) == (True, False)

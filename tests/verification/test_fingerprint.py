@@ -237,6 +237,11 @@ CHANGES: dict[str, tuple[Loss, Loss, str]] = {
     ),
     "mean, sum": (ce, lambda *a: ce(*a, reduction="sum"), "NllLossBackward0 with reduction='sum'"),
     "class weights": (ce, lambda *a: ce(*a, weight=torch.rand(CLASSES)), "NllLossBackward0 with weight=given"),
+    "class weights that were ones": (
+        lambda *a: ce(*a, weight=torch.ones(CLASSES)),
+        lambda *a: ce(*a, weight=torch.linspace(0.1, 1, CLASSES)),
+        "NllLossBackward0 with weight of all classes=not equal",
+    ),
     "another ignored label": (
         ce,
         lambda *a: F.cross_entropy(a[0](*a[1:])[1], torch.ones(a[1] * (a[2] - 1)).long(), ignore_index=3),
