@@ -127,9 +127,9 @@ class AnyCalls:
             AsItCame: it cannot run in chunks.
         """
         refuse_batch_statistics(self._module)
-        hooked = _hooked(self._module)
+        hooked = hooked_inside(self._module)
         if hooked is not None:
-            raise AsItCame(f"{hooked!r} inside of it has a forward hook, which would be called with each chunk")
+            raise AsItCame(hooked)
         entries = entries_of(bound.arguments, given, self._memory.readings)
         if entries is None or bool(entries.real.all()):
             return None
@@ -244,12 +244,12 @@ def _rows_alone(batches: MicroBatches) -> list[SlotMap]:
     return [SlotMap(pair, table.start[pair], table.length[pair], (int(length[pair[0]]),), *source) for pair in pairs]
 
 
-def _hooked(module: nn.Module) -> str | None:
-    """A module inside that has a hook of the user; what is on the outer one is called with the whole."""
+def hooked_inside(module: nn.Module) -> str | None:
+    """That a module inside has a forward hook of the user, in words; hooks of the outer one are called with the whole."""
     for name, child in module.named_modules():
         hooks = (*child._forward_hooks.values(), *child._forward_pre_hooks.values()) if name else ()
         if any(_package_of(hook) not in _FRAMEWORKS for hook in hooks):
-            return str(name)
+            return f"{name!r} inside of it has a forward hook, which would be called with each chunk"
     return None
 
 
@@ -437,4 +437,4 @@ def _switch(leaf: Any) -> Any:
     return type(leaf), leaf == 0 if isinstance(leaf, int | float) else None
 
 
-__all__ = ["AnyCalls"]
+__all__ = ["AnyCalls", "hooked_inside"]

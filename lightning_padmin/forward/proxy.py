@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_alone
 from lightning_padmin.errors import AsItCame, BatchError, OutOfMemoryError, PadMinError
-from lightning_padmin.forward.any_module import AnyCalls
+from lightning_padmin.forward.any_module import AnyCalls, hooked_inside
 from lightning_padmin.forward.calls import CallSite, transformers_models
 from lightning_padmin.forward.causal_loss import CausalLoss
 from lightning_padmin.forward.padded_forward import PaddedForward
@@ -315,6 +315,9 @@ class _ModelProxy(_Proxy):
             return ""
         if _is_checkpointed():
             return _CHECKPOINTED
+        hooked = hooked_inside(self._model) if self._run.tell is not None else None
+        if hooked is not None:
+            return hooked
         inside = "" if self._site.has_inside else "the model would take its loss of each chunk: call it without "
         for name, value in inputs.items():
             is_target = any(part in name for part in _TARGETS) and name != _LABELS
