@@ -226,6 +226,8 @@ class LossCheck:
             GradientCheckError: training would change. Gradients of a part of a batch are of no use: they are gone.
         """
         read, loss_fn = self._batch, self._loss_fn
+        if micro.is_last:
+            self._stays = None
         if read is None or loss_fn is None:
             return
         if micro.is_last:

@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_padmin.errors import GradientCheckError, PadMinError
+from lightning_padmin.errors import GradientCheckError, GradientHookError, PadMinError
 from lightning_padmin.integrations.common import (
     BeforeStep,
     Kind,
@@ -255,6 +255,10 @@ class AutoOptimization(_AutomaticOptimization):
                 closure = self.current._make_closure(kwargs, optimizer, batch_idx)
                 break
             except GradientCheckError as error:  # on all ranks
+                self._ladder.go_over(error)
+            except GradientHookError as error:
+                if self.trainer.world_size > 1:  # which other ranks hear of otherwise
+                    raise
                 self._ladder.go_over(error)
         if self._before is None:
             self._ladder.heard()

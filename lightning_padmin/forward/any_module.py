@@ -245,7 +245,7 @@ def _rows_alone(batches: MicroBatches) -> list[SlotMap]:
 
 
 def hooked_inside(module: nn.Module) -> str | None:
-    """That a module inside has a forward hook of the user, in words; hooks of the outer one are called with the whole."""
+    """A module inside that has a forward hook of the user, in words; that of the outer one is called with the whole."""
     for name, child in module.named_modules():
         hooks = (*child._forward_hooks.values(), *child._forward_pre_hooks.values()) if name else ()
         if any(_package_of(hook) not in _FRAMEWORKS for hook in hooks):
