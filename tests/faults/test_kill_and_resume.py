@@ -20,6 +20,8 @@ from faults import kill_worker as worker
 from support import flat_parameters, relative
 from transformers import Trainer
 
+pytestmark = pytest.mark.slow
+
 LIGHTNING = ["in a micro-batch", "in a window", "before the step", "rare checkpoints", "while it writes"]
 TRAINER = {"in a chunk, sums": "sums", "in a chunk, means": "means", "while the Trainer saves": "sums"}
 

@@ -267,6 +267,7 @@ def test_false_in_the_file(plain: Plain, tmp_path: Path, world: int) -> None:
     assert off["said"] == [f"padmin: off (dynamo_config.padmin in {tmp_path}/accelerate.yaml)"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_variables_go_over_the_file(plain: Plain, tmp_path: Path, world: int) -> None:
     variables = {"PADMIN_ENABLED": "true", "PADMIN_TOKEN_BUDGET": "30", "PADMIN_LAUNCH_COST": "4"}
@@ -295,6 +296,7 @@ def test_an_explicit_argument_goes_over_both(plain: Plain, tmp_path: Path, world
     assert [line.split("(")[1] for line in found["said"]] == ["explicit argument)"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_padmin_launch_takes_a_section_of_its_own(plain: Plain, tmp_path: Path, world: int) -> None:
     on = run(tmp_path, world=world, launcher="padmin", top=ON)

@@ -39,10 +39,10 @@ def equal(loss: str, beta: float, iterations: int, mode: str) -> None:
     assert stats.batches == 2 * len(found.gradients)
 
 
-# Every loss, and each of the three modes with old policy and reference model or without them.
+# Each of the three modes with old policy and reference model or without them; the other losses are with all of them.
 @pytest.mark.parametrize(
     ("loss", "beta", "iterations", "mode"),
-    [(loss, 0.2, 2, "split") for loss in LOSSES]
+    [(loss, 0.2, 2, "split") for loss in ("grpo", "bnpo", "dapo", "cispo")]
     + [(loss, 0.0, 1, "split") for loss in ("grpo", "dapo")]
     + [("bnpo", 0.2, 2, "joint"), ("dapo", 0.0, 1, "joint"), ("grpo", 0.2, 2, "replay"), ("dapo", 0.0, 1, "replay")],
 )

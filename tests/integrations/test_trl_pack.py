@@ -43,7 +43,7 @@ def lfm2() -> nn.Module:
 
 
 @pytest.mark.parametrize("mode", ["split", "joint", "replay"])
-@pytest.mark.parametrize(("loss_type", "beta"), [("dapo", 0.0), ("grpo", 0.2)])
+@pytest.mark.parametrize(("loss_type", "beta"), [pytest.param("dapo", 0.0, marks=pytest.mark.slow), ("grpo", 0.2)])
 def test_grpo(loss_type: str, beta: float, mode: str) -> None:
     options = PLAIN | {"loss_type": loss_type, "beta": beta}
     wanted = cases.stock(options)

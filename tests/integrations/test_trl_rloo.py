@@ -13,7 +13,10 @@ import trl_cases as cases
 
 
 @pytest.mark.parametrize("mode", ["split", "joint", "replay"])
-@pytest.mark.parametrize(("beta", "iterations"), [(0.0, 1), (0.2, 1), (0.05, 2)])
+@pytest.mark.parametrize(
+    ("beta", "iterations"),
+    [pytest.param(0.0, 1, marks=pytest.mark.slow), (0.2, 1), pytest.param(0.05, 2, marks=pytest.mark.slow)],
+)
 def test_gradients_and_metrics(mode: str, beta: float, iterations: int) -> None:
     options = {"beta": beta, "num_iterations": iterations}
     wanted = cases.stock(options, cases.STOCK_RLOO)
@@ -31,7 +34,7 @@ def test_gradients_and_metrics(mode: str, beta: float, iterations: int) -> None:
     ],
     ids=["long windows", "truncated", "uneven windows"],
 )
-@pytest.mark.parametrize("mode", ["split", "replay"])
+@pytest.mark.parametrize("mode", ["split", pytest.param("replay", marks=pytest.mark.slow)])
 def test_options(mode: str, more: dict[str, Any]) -> None:
     options = {"beta": 0.05} | more
     cases.same(cases.train(cases.OURS_RLOO, options, cases.padmin(mode)), cases.stock(options, cases.STOCK_RLOO))

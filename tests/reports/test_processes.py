@@ -14,6 +14,8 @@ from processes import Ranks
 
 from lightning_padmin import PaddingStats, plan_micro_batches
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).with_name("rank_worker.py")
 NAMES = ["r05", "r06", "r09", "r40", "r41", "r47", "r52", "r53", "r39"]
 UNEVEN = {"3 and 1": ([8, 8, 8], [2, 2, 2]), "2 and 4": ([4, 4, 8], [8, 7, 6, 5]), "1 and 5": ([2, 2], [8, 8, 8, 8, 8])}
