@@ -44,7 +44,7 @@ def in_child(work: Callable[[], None]) -> int:
     return code
 
 
-def run(work: Callable[[int, Path], None]) -> list[dict[str, Any]]:
+def run(work: Callable[[int, Path], None], limit: float = LIMIT) -> list[dict[str, Any]]:
     """Both ranks of a scenario; what outlives the limit is killed and has the code "hung"."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -67,7 +67,7 @@ def run(work: Callable[[int, Path], None]) -> list[dict[str, Any]]:
                 os._exit(code)
         children.append(child)
     began, found = time.monotonic(), dict[int, tuple[Any, float]]()
-    while len(found) < 2 and time.monotonic() - began < LIMIT:
+    while len(found) < 2 and time.monotonic() - began < limit:
         for rank, child in enumerate(children):
             if rank not in found:
                 ended, status = os.waitpid(child, os.WNOHANG)

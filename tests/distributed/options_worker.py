@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gone_cases import DDPStrategy, LightningEnvironment, support, timedelta
+from gone_worker import LIMIT
 from gone_worker import run as run_with_mark
 
 from lightning_padmin import PadMinCallback, PadMinConfig
@@ -51,9 +52,9 @@ OTHERS: dict[str, Any] = {
 }
 
 
-def run(work: Callable[[int], None]) -> list[dict[str, Any]]:
+def run(work: Callable[[int], None], limit: float = LIMIT) -> list[dict[str, Any]]:
     """Both ranks of a case."""
-    return run_with_mark(lambda rank, mark: work(rank))
+    return run_with_mark(lambda rank, mark: work(rank), limit)
 
 
 def fit(rank: int, callback: PadMinCallback | None, **options: Any) -> None:

@@ -22,7 +22,7 @@ Ranks = list[dict[str, Any]]
 def found(tmp_path: Path, *cases: str) -> dict[str, Ranks]:
     output = tmp_path / "found.json"
     command = [sys.executable, str(WORKER), str(output), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=70 * len(cases))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90 * len(cases))
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Ranks] = json.loads(output.read_text())
     assert set(result) == set(cases)

@@ -94,8 +94,9 @@ def test_each_rank_at_each_place(tmp_path: Path, adapter: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_lies_there_is_what_stock_leaves(tmp_path: Path) -> None:
-    """The Trainer with the mixin writes the files of the one without, up to the same one."""
+    """The Trainer with the mixin writes the files of the one without, up to the same one, beside its file of proof."""
     places = ("state:0", "state:1", "file:0", "file:1", "written:0")
     found = run(tmp_path, *(f"{adapter}:{place}" for place in places for adapter in ("trainer", "trainer-stock")))
     for place in places:
-        assert found[f"trainer:{place}"]["names"] == found[f"trainer-stock:{place}"]["names"], place
+        ours = [name for name in found[f"trainer:{place}"]["names"] if not name.startswith("padmin")]
+        assert ours == found[f"trainer-stock:{place}"]["names"], place
