@@ -23,7 +23,7 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
 
 from lightning_padmin.architectures import Tolerable, refuse_batch_statistics, refuse_noise_of, screen
 from lightning_padmin.integrations.common.audits import Audits as SessionAudits
-from lightning_padmin.integrations.common.backward import acts_on_gradients, reenters
+from lightning_padmin.integrations.common.backward import acts_on_gradients, is_linear, reenters
 from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
 from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined, zero_of_parameters
 from lightning_padmin.integrations.common.first_batch import MOST_BATCHES, FirstBatches
@@ -97,6 +97,7 @@ __all__ = [
     "has_own_step",
     "has_static_graph",
     "has_step_in_front",
+    "is_linear",
     "look_for_whole_steps",
     "needs_rows",
     "new_in_loss",

@@ -25,6 +25,7 @@ from lightning_padmin.integrations.common import (
     Training,
     acts_on_gradients,
     find_engine,
+    is_linear,
     needs_rows,
     reenters,
     screen,
@@ -84,6 +85,11 @@ def why_not_split(module: pl.LightningModule, width: int) -> str | None:
         return (
             f"{type(module).__name__}.backward {found}. It runs once per micro-batch, on a part of the "
             "gradient: do that in on_after_backward, which comes once per batch"
+        )
+    if own is not pl.LightningModule.backward and not is_linear(module.backward, module):
+        return (
+            f"{type(module).__name__}.backward makes something else of a part of the loss than of the whole (it is not "
+            "linear in the loss). It runs once per micro-batch: do that in training_step"
         )
     refused = screen(module, tolerate=OF_SPLIT, width=width).refused
     return None if not refused else _words_of(refused[0])

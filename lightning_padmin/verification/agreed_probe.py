@@ -47,7 +47,9 @@ def agreed_probe(
     said = exchange([_bits(found), _bits(telling), _bits(best_numbers(found)), riders])
     everywhere = int(np.bitwise_and.reduce(said[:, 0]))
     somewhere, best = (int(np.bitwise_or.reduce(said[:, k])) for k in (1, 2))
-    if everywhere == 0 and packs is None and may_be_one and not more_than_told:
+    # Beside ranks that have several, one row of each would count for what it cannot tell.
+    is_of_one = everywhere == 0 and not said[:, 0].any()
+    if is_of_one and packs is None and may_be_one and not more_than_told:
         return _one_row(schema, table, config, exchange)
     if everywhere == 0 or (more_than_told and not everywhere & somewhere):
         return None

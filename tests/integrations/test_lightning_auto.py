@@ -126,6 +126,16 @@ class OwnBackward(Step):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
 
 
+class SquaredInBackward(Step):
+    def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        (loss**2).backward()
+
+
+class ScaledInBackward(Step):
+    def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        (3 * loss).backward()
+
+
 class WarmedUp(Step):
     """A contrastive term that is 0 until the fourth batch."""
 
@@ -178,6 +188,8 @@ CASES: dict[type[Step], tuple[str | None, float]] = {
     Teacher: (JOINT, 1),
     Clipped: (JOINT, 1),
     OwnBackward: (JOINT, 1),
+    SquaredInBackward: (JOINT, 1),
+    ScaledInBackward: (None, 0),
     ReadsPadding: ("from step 1 on, batches run as they came", 3),
 }
 
