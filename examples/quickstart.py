@@ -197,7 +197,8 @@ def compare(options: argparse.Namespace, console: Console) -> bool:
     rows = data.make_rows(pairs or data.written_pairs(tokenizer, count, options.seed), tokenizer)
     batches = [rows[first : first + options.batch_size] for first in range(0, count, options.batch_size)]
 
-    padmin = PadMinCallback(token_budget=options.token_budget)
+    # Every step is a fit of its own here, whose first batch would be audited, as few batches of a training are.
+    padmin = PadMinCallback(token_budget=options.token_budget, check="first-batch")
     runs = (
         Run("plain", FineTune(copy.deepcopy(language_model), options.learning_rate)),
         Run("padmin", FineTune(language_model, options.learning_rate), padmin),

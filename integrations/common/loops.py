@@ -18,11 +18,10 @@ from lightning_padmin.integrations.common.empty_loss import collected_outputs, d
 from lightning_padmin.integrations.common.first_batch import FirstBatches
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.shards import reducing
-from lightning_padmin.integrations.common.topology import ddp_of
+from lightning_padmin.integrations.common.topology import un_reduced
 from lightning_padmin.integrations.common.training import Read, Training
 from lightning_padmin.integrations.common.ways import Ladder, Way, Whole, why_way_is_kept
 from lightning_padmin.microbatching import MicroBatch, MicroBatcher, MicroBatches
-from lightning_padmin.runtime import replaced
 from lightning_padmin.verification import Advice, Outcome
 
 LossFunction: TypeAlias = Callable[[Any], Tensor]
@@ -141,7 +140,7 @@ class LossCheck:
 
     def prepare(self, batch: Any) -> MicroBatches:
         """The micro-batches of a batch whose loop has no loss function that could be asked."""
-        self._batch = self._loss_fn = self._stays = None
+        self._batch = self._loss_fn = self._stays = self._training.inside = None
         if self._training.ledger is None:
             return self._training.prepare(batch)
         if self._without is None:
@@ -325,13 +324,7 @@ def _apart(training: Training) -> Iterator[None]:
     with ExitStack() as stack:
         if training.topology.kind == "sharded":
             stack.enter_context(reducing(training.wrapper))
-        for wrapper in ddp_of(training.wrapper):
-            if getattr(wrapper, "mixed_precision", None) is None:
-                # Past its forward: it would prepare to reduce, send buffers around, and count iterations.
-                stack.enter_context(replaced(wrapper, forward=wrapper.module))
-            else:
-                stack.enter_context(replaced(wrapper, require_forward_param_sync=False))
-                stack.enter_context(wrapper.no_sync())
+        stack.enter_context(un_reduced(training.wrapper))
         yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -10,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_padmin.distributed import Board, Exchange, board_alone, board_of_all, exchange_all, exchange_alone
+from lightning_padmin.runtime import replaced
 
 Kind: TypeAlias = Literal["single", "ddp", "sharded", "engine"]
 
@@ -65,3 +68,21 @@ def ddp_of(model: nn.Module) -> list[DistributedDataParallel]:
 def has_static_graph(model: nn.Module) -> bool:
     """Whether DistributedDataParallel cannot be told to wait."""
     return any(child.static_graph for child in ddp_of(model))
+
+
+@contextmanager
+def un_reduced(model: nn.Module) -> Iterator[None]:
+    """Passes inside are none of DistributedDataParallel's: no rank waits for another.
+
+    Args:
+        model: as it is wrapped.
+    """
+    with ExitStack() as stack:
+        for wrapper in ddp_of(model):
+            if getattr(wrapper, "mixed_precision", None) is None:
+                # Past its forward: it would prepare to reduce, send buffers around, and count iterations.
+                stack.enter_context(replaced(wrapper, forward=wrapper.module))
+            else:
+                stack.enter_context(replaced(wrapper, require_forward_param_sync=False))
+                stack.enter_context(wrapper.no_sync())
+        yield

@@ -26,7 +26,7 @@ from lightning_padmin.errors import GradientCheckError, OnlyBackwardError, PadMi
 from lightning_padmin.forward import Calls, CallSite, Forwards, call_sites, chunked
 from lightning_padmin.integrations.common.first_batch import FirstBatches
 from lightning_padmin.integrations.common.session import Session
-from lightning_padmin.integrations.common.topology import Topology, ddp_of
+from lightning_padmin.integrations.common.topology import Topology, un_reduced
 from lightning_padmin.integrations.common.trainers import look_for_whole_steps, untouched_trainer
 from lightning_padmin.integrations.common.training import Training
 from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
@@ -183,7 +183,7 @@ class WholeSteps:
         outcomes = []
         for loss in losses:
             self._waste = PaddingStats()
-            with _un_reduced(model):
+            with un_reduced(model):
                 found = apart(
                     loss,
                     module,
@@ -438,19 +438,6 @@ def _fresh(node: Any) -> Any:
         except Exception:
             return node
     return node.clone() if isinstance(node, Tensor) and not node.requires_grad else node
-
-
-@contextmanager
-def _un_reduced(model: nn.Module) -> Iterator[None]:
-    """Passes inside are none of DistributedDataParallel's, and go past its forward."""
-    with ExitStack() as stack:
-        for wrapper in ddp_of(model):
-            if getattr(wrapper, "mixed_precision", None) is None:
-                stack.enter_context(replaced(wrapper, forward=wrapper.module))
-            else:
-                stack.enter_context(replaced(wrapper, require_forward_param_sync=False))
-                stack.enter_context(wrapper.no_sync())
-        yield
 
 
 __all__ = ["Sites", "WholeSteps", "Words"]

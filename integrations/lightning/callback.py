@@ -160,6 +160,7 @@ class PadMinCallback(pl.Callback):
         self._checked: weakref.ref[pl.LightningModule] | None = None
         self._checked_joint, self._first_is_open = False, True
         self._loss_tokens: int | None = None
+        self._counted = PaddingStats(), PaddingStats()  # before the last batch that was split
         self._logged = set[str]()
         self._trainer: pl.Trainer | None = None
         self._forwards: Forwards = {}  # joint mode: what stands in for models, for the time of a fit
@@ -483,7 +484,7 @@ class PadMinCallback(pl.Callback):
             training.look_late,
             losses,
         )
-        return split if self.config.mode == "split" else AutoOptimization(stock, split, joint, ladder)
+        return split if self.config.mode == "split" else AutoOptimization(stock, split, joint, ladder, self._uncount)
 
     def _prepare(self, kwargs: OrderedDict[str, Any]) -> MicroBatches:
         training, trainer, batcher, check = self._training, self._trainer, self._batcher, self._check
@@ -498,8 +499,14 @@ class PadMinCallback(pl.Callback):
         )
         micro_batches = training.prepare(batch, batcher)
         check(kwargs, micro_batches.schema, micro_batches.table, batcher.shows_first)
+        meter = self._session.meter
+        self._counted = meter.total, meter.unlogged
         self._session.count(micro_batches.stats)
         return micro_batches
+
+    def _uncount(self) -> None:
+        """The batch that was prepared last runs another way, which counts it."""
+        self._session.meter.total, self._session.meter.unlogged = self._counted
 
     def _guard(self, micro_batches: MicroBatches) -> MemoryGuard:
         assert self._training is not None

@@ -228,9 +228,10 @@ class AutoOptimization(_AutomaticOptimization):
         split: the loop of the first way.
         joint: that of all others.
         ladder: says which way batches go.
+        uncount: takes back what the batch that runs has been counted for.
     """
 
-    __slots__ = ("_before", "_joint", "_ladder", "_split")
+    __slots__ = ("_before", "_joint", "_ladder", "_split", "_uncount")
 
     def __init__(
         self,
@@ -238,9 +239,10 @@ class AutoOptimization(_AutomaticOptimization):
         split: SplitOptimization,
         joint: JointOptimization,
         ladder: Ladder,
+        uncount: Callable[[], None],
     ) -> None:
         object.__setattr__(self, "__dict__", stock.__dict__)
-        self._split, self._joint, self._ladder = split, joint, ladder
+        self._split, self._joint, self._ladder, self._uncount = split, joint, ladder, uncount
         self._before: BeforeStep | None = None
         split._losses = _Heeded(split._losses, self._heed)
 
@@ -284,6 +286,7 @@ class AutoOptimization(_AutomaticOptimization):
                 raise
             before.restore()
             self._ladder.go_over(found)
+            self._uncount()
             closure = again()
             result = closure.closure()
             self._ladder.heard()  # not before: the step may fail on the whole of it, too

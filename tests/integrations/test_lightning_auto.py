@@ -173,6 +173,7 @@ def compare(kind: type[Step], said: str | None, count: int = 4, budget: int | No
             found = fitted(ours, batches, callback, log_every_n_steps=1, **options)
         assert sum("mode='auto'" in str(each.message) for each in told) == 1
     assert worst(ours, stock) <= EXACT
+    assert callback.stats.batches == count
     for mine, theirs in zip(values(found), values(wanted), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-11)
     return found
