@@ -87,7 +87,9 @@ class LossCheck:
         may_change = config.mode == "auto" and is_on
         has_sites = may_change and bool(self._found_sites())
         ways: list[Way] = ["split", "joint", "as it came"] if has_sites else ["split", "as it came"]
-        self._ladder = Ladder(training, ways if may_change else [], config.token_budget, self._why_kept)
+        self._ladder = Ladder(
+            training, ways if may_change else [], config.token_budget, self._why_kept, may_replay=True
+        )
         self._of_whole_batches: MicroBatcher | None = None
         self._loss_fn: LossFunction | None = None
         self._kinds: frozenset[str] = frozenset()
@@ -115,14 +117,14 @@ class LossCheck:
         self._first = FirstBatches(self._ladder.now == "joint", most_without_gradient=most)
 
     def _modules(self) -> list[nn.Module]:
-        return [site.module for site in self._sites.values()] if self._training.way == "joint" else []
+        return [site.module for site in self._sites.values()] if self._training.is_in_chunks else []
 
     def _whole(self, batch: Any, loss_fn: LossFunction) -> Whole:
         """A batch that stays whole; checked first, where that is due."""
         training = self._training
         schema, table = training.read(batch, by=self._of_whole)
         self._stays = whole = Whole(batch, table)
-        if training.way == "joint":
+        if training.is_in_chunks:
             self._batch, self._loss_fn = (batch, schema, table), loss_fn
             is_due = self._first.is_due or training.audit_is_due
             if is_due and self._may_check():
@@ -135,8 +137,9 @@ class LossCheck:
         training, config = self._training, replace(self._config_of_whole, **differs)
         # Ranks run equally many chunks where forward passes are collective.
         exchange = training.topology.exchange if training.topology.kind == "sharded" else None
-        kept = None if differs else self._forwards
-        return chunked(self._sites, config, exchange, kept=kept, tell=self._session.notices, anew=anew)
+        kept, replays = None if differs else self._forwards, training.replays and not differs
+        tell = self._ladder.refuses_left if replays else self._session.notices
+        return chunked(self._sites, config, exchange, kept=kept, tell=tell, anew=anew, replays=replays)
 
     def prepare(self, batch: Any) -> MicroBatches:
         """The micro-batches of a batch whose loop has no loss function that could be asked."""
@@ -199,7 +202,7 @@ class LossCheck:
         Raises:
             ConfigError: the function has returned something else.
         """
-        if self._training.way == "joint":
+        if self._training.is_in_chunks:
             with self._in_chunks() as calls:
                 loss = self._weighted(micro, loss_fn)
             if calls and self._stays is not None:
@@ -272,7 +275,7 @@ class LossCheck:
 
     def _outcome(self, read: Read, loss_fn: LossFunction, **options: Any) -> Outcome | None:
         training, config = self._training, self._session.config
-        if training.way == "joint":
+        if training.is_in_chunks:
             config = self._config_of_whole
             alone = partial(self._in_chunks, max_rows=1, token_budget=None)
             options |= {"joint": partial(self._in_chunks, anew=True), "alone": alone}

@@ -74,6 +74,8 @@ class Training:
         values: of entries of its batches, see `Values`.
         ledger: what was shown to checks that passed; None where nothing is audited.
         room: most slots of a batch that stays whole, where that is bounded.
+        keeps: most slots of a batch whose calls run in chunks and keep their activations, where that is bounded;
+            chunks of larger ones are replayed.
         inside: gives the modules whose calls run in chunks, where batches stay whole; None: batches are split.
         slots: of the batch that was read last, as it came.
         may_go_over: whether other ways are left where a check finds that this one is another training.
@@ -108,6 +110,7 @@ class Training:
         self._way, self._is_auto = "split", session.config.mode == "auto"
         self.may_go_over = False
         self.room: int | None = None
+        self.keeps: int | None = None
         self.inside: Callable[[], list[nn.Module]] | None = None
         self.slots = 0
         self.audit_is_due = self._has_begun = False
@@ -142,6 +145,16 @@ class Training:
         self._way = way
         if self.ledger is not None:
             self.ledger.way = way
+
+    @property
+    def is_in_chunks(self) -> bool:
+        """Whether calls of models run in chunks inside of whole steps."""
+        return self.way in ("joint", "replay")
+
+    @property
+    def replays(self) -> bool:
+        """Whether they do not keep their activations, in the batch that was read last."""
+        return self.way == "replay"
 
     def go_over(self, way: str) -> None:
         """The batch that is about to run, and all that come, go another way; checks begin anew."""
@@ -301,10 +314,13 @@ class Training:
         """
         self.slots = table.slots
         self.refuse_whole(table.slots)
+        if self.keeps is not None and self.is_in_chunks:
+            self.way = "replay" if table.slots > self.keeps else "joint"
         if self.ledger is None or self.way == "as it came":
             return False
         rows = row_facets(leaves, schema, table, self.values)
         of_batch = batch_facets(leaves, schema, self.values) | model_facets(*parts_of(self.model))
+        of_batch |= {"chunks that are replayed"} if self.replays else set()
         self._shown, self._rows = (of_batch, rows), len(table)
         self._let_go()
         self.ledger.show(of_batch | reasons(rows))
@@ -539,6 +555,7 @@ class Training:
             "is_sharded": self.topology.kind == "sharded",
             "wanted": self.wanted,
             "values": self.values,
+            "is_bounded": self.replays,
             "settled": self.ledger is not None and self.ledger.has_passed and not self.ledger.new,
         }
         return check_gradients(loss, *read, config, self.model, **(known | how))

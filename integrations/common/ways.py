@@ -2,10 +2,12 @@
 
 split         gradients of micro-batches are added; exact where the loss separates over rows
 joint         calls of models run in chunks inside of one whole step; exact where the model keeps rows apart
+replay        joint, where a chunk's activations are not kept, and it runs again in the backward pass
 as it came    what training would be without this library
 
-Only split is bounded by the token budget: a batch that stays whole takes the memory that it takes without padmin. So
-the other two are for batches of at most `token_budget` slots, or where the budget is None, as if the user had said so.
+Split and replay are bounded by the token budget (replay but for the outputs of the whole batch); a batch that goes one
+of the other two ways takes the memory that it takes without padmin. So these are for batches of at most `token_budget`
+slots, or where the budget is None, as if the user had said so. Between joint and replay each batch decides by its size.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from torch import nn
 
 from lightning_padmin.batch import RowTable
-from lightning_padmin.errors import GradientCheckError, PadMinError
+from lightning_padmin.errors import BatchError, GradientCheckError, PadMinError
 from lightning_padmin.integrations.common.topology import has_static_graph
 from lightning_padmin.integrations.common.training import Training
 from lightning_padmin.microbatching import MicroBatch
@@ -29,6 +31,8 @@ from lightning_padmin.stats import PaddingStats
 Way: TypeAlias = Literal["split", "joint", "as it came"]
 _SAID = {
     "joint": "model calls run in chunks inside of the whole step, as with mode='joint'",
+    "replay": "model calls run in chunks inside of the whole step, as with mode='replay' where a batch has more slots "
+    "than the budget, else as with mode='joint'",
     "as it came": "batches run as they came, padding and all",
 }
 
@@ -41,6 +45,7 @@ class Ladder:
         ways: those that there are here, the best first.
         budget: most slots of a batch that stays whole; None: any.
         why_kept: why the way of the first batch is kept, in words; None: it is not.
+        may_replay: whether chunks of batches that are larger can be replayed here.
     """
 
     def __init__(
@@ -49,11 +54,16 @@ class Ladder:
         ways: Sequence[Way],
         budget: int | None,
         why_kept: Callable[[], str | None] = lambda: None,
+        *,
+        may_replay: bool = False,
     ) -> None:
         self._training, self._ways, self._budget, self._why_kept = training, list(ways), budget, why_kept
         self._reasons: list[str] = []
+        self._why: list[str] = []  # all of them
+        # Under sharding a chunk that runs again would gather parameters in the middle of the backward pass.
+        self._may_replay = may_replay and training.topology.kind in ("single", "ddp")
         self._has_run, training.may_go_over = False, bool(ways)
-        if self._ways and self.now not in self._ways:  # a checkpoint's, of a module that had other models
+        if self._ways and self._rung not in self._ways:  # a checkpoint's, of a module that had other models
             training.way = self._ways[0]
         self._bound()
 
@@ -65,8 +75,12 @@ class Ladder:
     @property
     def left(self) -> list[Way]:
         """The ways after this one."""
-        now = self.now
+        now = self._rung
         return self._ways[self._ways.index(now) + 1 :] if now in self._ways else []
+
+    @property
+    def _rung(self) -> Any:
+        return "joint" if self.now == "replay" else self.now
 
     @property
     def has_run(self) -> bool:
@@ -75,7 +89,7 @@ class Ladder:
 
     def begin(self, way: Way, reason: str) -> None:
         """Before the first batch: the ways before this one cannot be gone."""
-        self._reasons.append(reason)
+        self._because(reason)
         self._training.way = way
         self._bound()
 
@@ -97,13 +111,13 @@ class Ladder:
             raise of_step or _further(error, f"mode='auto' keeps the way of the first batch here ({kept})")
         training, way = self._training, self.left[0]
         slots = int(training.topology.exchange([training.slots]).max())
-        if self._budget is not None and slots > self._budget:
+        if self._budget is not None and slots > self._budget and not self._replays(way):
             raise of_step or _further(
                 error,
                 f"mode='auto' does not go on with whole batches, since one of {slots:,} slots takes more memory than "
                 f"token_budget={self._budget} allows: set token_budget={slots} or None, if it fits",
             )
-        self._reasons.append(_reason_of(error))
+        self._because(_reason_of(error))
         training.go_over(way)
         self._bound()
 
@@ -116,8 +130,28 @@ class Ladder:
             training.notices(f"mode='auto': {step}{_SAID[self.now]}, since otherwise training would change: {reasons}")
             self._reasons = []
 
+    def refuses_left(self, words: str) -> None:
+        """Raises BatchError: in a batch above the budget a call cannot run in chunks; says which, and why."""
+        slots = self._training.slots
+        raise BatchError(
+            f"{words}. Batches stay whole, since otherwise training would change: {'; '.join(self._why)}. This one has "
+            f"{slots:,} slots, and that call takes the memory of all of them, more than token_budget={self._budget} "
+            "allows: set token_budget={slots} or None, if it fits, as it does where it "
+            "trained without padmin; or make batches smaller"
+        )
+
+    def _because(self, reason: str) -> None:
+        self._reasons.append(reason)
+        self._why.append(reason)
+
+    def _replays(self, way: str) -> bool:
+        return way == "joint" and self._may_replay
+
     def _bound(self) -> None:
-        self._training.room = self._budget if self._ways and self.now != "split" else None
+        is_bounded = bool(self._ways) and self.now != "split"
+        replays = self._replays(self._rung)
+        self._training.room = self._budget if is_bounded and not replays else None
+        self._training.keeps = self._budget if is_bounded and replays else None
 
 
 class BeforeStep:

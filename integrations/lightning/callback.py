@@ -78,7 +78,9 @@ class PadMinCallback(pl.Callback):
     Args:
         token_budget: most slots (rows x longest row) of one micro-batch; None: the slots of the batch as it came.
         mode: "split", or "joint", which runs the model call in chunks inside of `training_step`, for losses that couple
-            rows; "auto" is "split" where that is exact, else "joint" where that is, else batches run as they came.
+            rows; "replay" is "joint" with the activations of one chunk at a time, at the price of a second forward
+            pass. "auto" is "split" where that is exact, else "joint" where that is ("replay" for batches above the
+            budget), else batches run as they came.
         layout: "pack" puts rows behind each other in one long row, where your model was measured not to leak; "auto"
             does where that is proven and faster.
         check: "audit" compares gradients of a few rows, split and as they came, before the first step, on batches that
@@ -204,12 +206,13 @@ class PadMinCallback(pl.Callback):
     def _begin(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Finds out which way the first batch goes; refuses what is known to be another training."""
         mode, may_change = self.config.mode, self.config.mode == "auto" and module.automatic_optimization
-        if mode == "joint":
-            refuse_no_sites(self._sites)
-        why = None if mode == "joint" else why_not_split(module, self.config.pad_to_multiple_of)
+        in_chunks = mode in ("joint", "replay")
+        if in_chunks:
+            refuse_no_sites(self._sites, mode)
+        why = None if in_chunks else why_not_split(module, self.config.pad_to_multiple_of)
         if why is not None and not (may_change and self._sites):
             raise MisconfigurationException(why)
-        self._training = training = self._make_training(module, joint=mode == "joint" or why is not None)
+        self._training = training = self._make_training(module, joint=in_chunks or why is not None)
         heed_architecture(training)
         self._session.audits.prove_in(lightning_loop.log_folder(trainer))
         self._session.begin()
@@ -220,6 +223,7 @@ class PadMinCallback(pl.Callback):
             ways if may_change else [],
             self.config.token_budget,
             lambda: why_way_is_kept(trainer.strategy.model or module),
+            may_replay=lightning_loop.may_replay(trainer),
         )
         if why is not None:
             self._ladder.begin("joint", why)
@@ -238,7 +242,7 @@ class PadMinCallback(pl.Callback):
             find=partial(transformers_models, module),
             inside=module,
         )
-        if mode == "joint" or training.way == "split":
+        if in_chunks or training.way == "split":
             training.use_gate(gate, asks_of_step=training.way == "split")
 
     @property
@@ -279,11 +283,17 @@ class PadMinCallback(pl.Callback):
         """Told why calls run as they came; where a way was asked for, what cannot be had is an error."""
         return self._session.notices if self.config.mode == "auto" else None
 
+    def _tells_left(self, words: str) -> None:
+        """The same of a batch that is about to run."""
+        assert self._training is not None
+        assert self._ladder is not None
+        (self._ladder.refuses_left if self._training.replays else self._session.notices)(words)
+
     def _config_of(self, joint: bool) -> PadMinConfig:
         """What the loss is reduced to is nobody's concern where it sees whole batches."""
         if not joint:
             return self.config
-        layout = self.config.layout if self.config.mode == "joint" else "pad"
+        layout = self.config.layout if self.config.mode in ("joint", "replay") else "pad"
         return replace(self.config, loss_reduction="row-mean", normalize="rank", layout=layout)
 
     def micro_batches(self, batch: Any) -> Iterator[MicroBatch]:
@@ -471,7 +481,7 @@ class PadMinCallback(pl.Callback):
         assert ladder is not None
         losses = Losses(lambda: self._check)
         joint = JointOptimization(stock, self._read, self._chunked, lambda: training.around(0, 2), losses)
-        if self.config.mode == "joint":
+        if self.config.mode in ("joint", "replay"):
             return joint
         split = SplitOptimization(
             stock,
@@ -537,7 +547,7 @@ class PadMinCallback(pl.Callback):
         assert training is not None
         assert check is not None
         schema, table = training.read(kwargs["batch"], self._batcher)
-        if training.way == "joint":
+        if training.is_in_chunks:
             check(kwargs, schema, table)
             self._loss_tokens = int(table.loss_tokens.sum())
         else:
@@ -547,17 +557,18 @@ class PadMinCallback(pl.Callback):
     def _chunked(self) -> Iterator[None]:
         assert self._trainer is not None
         assert self._training is not None
-        if self._training.way != "joint":
+        if not self._training.is_in_chunks:
             yield
             return
         exchange = self._topology.exchange if lightning_loop.has_collective_forwards(self._trainer) else None
         config, gate = self._config_of(joint=True), self._training.gate
-        with chunked(self._sites, config, exchange, gate, self._forwards, self._tells) as calls:
+        tells, replays = self._tells and self._tells_left, self._training.replays
+        with chunked(self._sites, config, exchange, gate, self._forwards, tells, replays=replays) as calls:
             yield
         if not calls:
             names = ", ".join(name for name in list(self._sites)[:4])
             words = f"none of {names} was called with padding that a mask tells, or could take it"
-            self._session.notices(f"mode='joint' had nothing to run in chunks: {words}")
+            self._session.notices(f"mode={self._training.way!r} had nothing to run in chunks: {words}")
         if self._loss_tokens is not None and calls:  # optimizers that run the closure again run the same batch
             self._session.count(replace(calls.total, loss_tokens=self._loss_tokens))
         self._loss_tokens = None

@@ -138,7 +138,7 @@ class FirstBatchCheck:
         if outcome.words in self._said:
             return
         self._said.add(outcome.words)
-        words = f"mode {'joint' if self._sites else 'split'}: {outcome.words}"
+        words = f"mode {self._training.way if self._sites else 'split'}: {outcome.words}"
         if outcome.notable and not (outcome.told and self._training.findings.corrects):
             self._training.notices(words, key=words)
         else:
@@ -162,7 +162,8 @@ class FirstBatchCheck:
         )
 
     def _chunked(self) -> AbstractContextManager[Any]:
-        return self._in_chunks(self._config, self._training.gate, self._kept, self._tell, anew=True)
+        again = self._training.replays
+        return self._in_chunks(self._config, self._training.gate, self._kept, self._tell, anew=True, replays=again)
 
     def _alone(self) -> AbstractContextManager[Any]:
         # Without a budget of its own: that a row is over it is no news here.

@@ -568,6 +568,11 @@ def has_collective_forwards(trainer: Trainer) -> bool:
     return is_sharded(trainer) or bool(is_zero_3)
 
 
+def may_replay(trainer: Trainer) -> bool:
+    """Whether a module may run again in the backward pass: elsewhere parameters are gathered by its hooks."""
+    return not is_sharded(trainer) and not isinstance(trainer.strategy, DeepSpeedStrategy)
+
+
 def has_own_batch(trainer: Trainer) -> bool:
     """Whether no other rank of this one's tensor-parallel group counts the same batch."""
     if not isinstance(trainer.strategy, ModelParallelStrategy):

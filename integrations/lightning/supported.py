@@ -30,7 +30,7 @@ from lightning_padmin.integrations.common import (
     reenters,
     screen,
 )
-from lightning_padmin.integrations.lightning.loop import check_signatures, is_sharded
+from lightning_padmin.integrations.lightning.loop import check_signatures, is_sharded, may_replay
 
 # Findings about models that are no refusal; see `screen`. Joint mode takes the balance loss of all rows.
 OF_SPLIT: frozenset[Tolerable] = frozenset({"batch-norm"})
@@ -49,19 +49,14 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: st
     check_signatures()
     if sum(isinstance(each, callback) and each.config.enabled for each in trainer.callbacks) > 1:
         raise MisconfigurationException("the Trainer has two PadMinCallbacks: a batch can be split once. Remove one")
-    if not module.automatic_optimization and mode == "joint":
+    if not module.automatic_optimization and mode in ("joint", "replay"):
         raise MisconfigurationException(
-            "mode='joint' needs automatic optimization, but this module has automatic_optimization=False: call your "
+            f"mode={mode!r} needs automatic optimization, but this module has automatic_optimization=False: call your "
             "model through lightning_padmin.PaddedForward in training_step, and leave the callback out"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException(
             "training_step(dataloader_iter) fetches its own batches, which PadMinCallback cannot see: take `batch`"
-        )
-    if mode == "replay":
-        raise MisconfigurationException(
-            "mode='replay' needs a second backward pass that Lightning's automatic optimization has no place for: use "
-            "mode='joint', or lightning_padmin.PaddedForward(model, config, mode='replay') in your own loop"
         )
     strategy = trainer.strategy
     known = SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy
@@ -72,6 +67,11 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, mode: st
         )
     if isinstance(strategy, DeepSpeedStrategy):
         find_engine(strategy)  # checks its version and its modes
+    if mode == "replay" and not may_replay(trainer):
+        raise MisconfigurationException(
+            f"mode='replay' under {type(strategy).__name__}: chunks that run again would gather parameters in the "
+            "middle of the backward pass, which was not tried. Use mode='joint'"
+        )
 
 
 def why_not_split(module: pl.LightningModule, width: int) -> str | None:
@@ -95,11 +95,11 @@ def why_not_split(module: pl.LightningModule, width: int) -> str | None:
     return None if not refused else _words_of(refused[0])
 
 
-def refuse_no_sites(sites: object) -> None:
-    """Raises MisconfigurationException: joint mode has no modules whose calls it could run in chunks."""
+def refuse_no_sites(sites: object, mode: str) -> None:
+    """Raises MisconfigurationException: this mode has no modules whose calls it could run in chunks."""
     if not sites:
         raise MisconfigurationException(
-            "mode='joint' runs calls of models in chunks, but the module has no attribute that looks like a model "
+            f"mode={mode!r} runs calls of models in chunks, but the module has no attribute that looks like a model "
             "of transformers (a config with model_type, attention_mask in its forward), and none whose call says what "
             "is padding: name an argument that does in call_masks, as in call_masks={'encoder': 'mask'}, or call your "
             "model through lightning_padmin.PaddedForward in training_step, and leave the callback out"
@@ -130,7 +130,7 @@ def _words_of(finding: Any) -> str:
 
 def fix_of_hooks(module: pl.LightningModule, mode: str) -> str:
     """What the user may do instead of a hook on gradients."""
-    if mode == "joint":
+    if mode in ("joint", "replay"):
         return "Checkpoint with use_reentrant=False (then it fires once per batch)"
     fix = "Do that once per batch: in on_after_backward or on_before_optimizer_step (steps: configure_optimizers)"
     if not module.automatic_optimization:
@@ -147,10 +147,10 @@ def why_not_pack(trainer: pl.Trainer, module: pl.LightningModule, config: PadMin
         )
     if not module.automatic_optimization:
         return "with manual optimization nothing checks that your step hands position ids on"
-    if config.check == "off" and config.mode != "joint":
+    if config.check == "off" and config.mode not in ("joint", "replay"):
         return "check='off' would leave unproven that your step hands position ids on"
     if is_sharded(trainer) or isinstance(trainer.strategy, DeepSpeedStrategy):
         return (
             f"under {type(trainer.strategy).__name__} the passes of the leak test are collective, which was not tried"
         )
-    return needs_rows(config) if config.mode != "joint" else None
+    return needs_rows(config) if config.mode not in ("joint", "replay") else None

@@ -11,6 +11,7 @@ are put together as the caller's batch would have given them, and one backward p
     arguments       what the entries of a call are
     places          where outputs of any module have rows and positions
     any_module      calls of a module that nobody knows
+    recompute       chunks that run again in the backward pass, in place of what they would keep
     proxy           modules of a training step replaced while it runs
 """
 

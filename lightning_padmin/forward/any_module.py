@@ -113,7 +113,13 @@ class AnyCalls:
         return next((mask for mask in masks if value_at(arguments, mask.argument) is not None), None)
 
     def run(
-        self, original: Callable[..., Any], bound: inspect.BoundArguments, given: CallMask, *, anew: bool = False
+        self,
+        original: Callable[..., Any],
+        bound: inspect.BoundArguments,
+        given: CallMask,
+        *,
+        anew: bool = False,
+        always: bool = False,
     ) -> tuple[Any, MicroBatches] | None:
         """Outputs of a call, and its micro-batches; None where there is no padding to remove, or no mask after all.
 
@@ -122,6 +128,7 @@ class AnyCalls:
             bound: its arguments.
             given: which of them says what is padding.
             anew: whether what was proven is proven again, since attributes and buffers may have changed.
+            always: whether it runs in chunks where no padding goes, too.
 
         Raises:
             AsItCame: it cannot run in chunks.
@@ -131,7 +138,7 @@ class AnyCalls:
         if hooked is not None:
             raise AsItCame(hooked)
         entries = entries_of(bound.arguments, given, self._memory.readings)
-        if entries is None or bool(entries.real.all()):
+        if entries is None or (bool(entries.real.all()) and not always):
             return None
         tried: list[Mapping[str, Reading]] = []
         why: list[str] = []
@@ -140,7 +147,7 @@ class AnyCalls:
             if readings in tried:
                 continue
             tried.append(readings)
-            found = self._run(_Call(original, bound, entries, readings), anew)
+            found = self._run(_Call(original, bound, entries, readings), anew, always)
             if not isinstance(found, str):
                 return found
             why.append(found)
@@ -148,10 +155,10 @@ class AnyCalls:
             raise AsItCame(why[0])
         return None
 
-    def _run(self, call: _Call, anew: bool) -> tuple[Any, MicroBatches] | str:
+    def _run(self, call: _Call, anew: bool, always: bool) -> tuple[Any, MicroBatches] | str:
         """Outputs and micro-batches; or why not, "" where there is nothing to remove or the next call may tell."""
         batches = self._planned(call)
-        if batches.stats.slots >= batches.stats.slots_before:
+        if batches.stats.slots >= batches.stats.slots_before and not (always and len(batches) > 1):
             return ""
         key = _key(self._module, call.entries, call.readings, rolled=bool(batches.table.start.any()))
         places = self._memory.places.get(key)

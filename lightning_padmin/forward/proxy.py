@@ -24,6 +24,7 @@ from lightning_padmin.forward.any_module import AnyCalls, hooked_inside
 from lightning_padmin.forward.calls import CallSite, transformers_models
 from lightning_padmin.forward.causal_loss import CausalLoss
 from lightning_padmin.forward.padded_forward import PaddedForward
+from lightning_padmin.forward.recompute import recomputed
 from lightning_padmin.runtime import Notices, RandomState, replaced, takes
 from lightning_padmin.stats import PaddingStats
 from lightning_padmin.verification import PackGate
@@ -46,6 +47,7 @@ def chunked(
     kept: Forwards | None = None,
     tell: Callable[[str], None] | None = None,
     anew: bool = False,
+    replays: bool = False,
 ) -> Iterator[Calls]:
     """While the context is open, calls of these modules run in chunks.
 
@@ -64,11 +66,13 @@ def chunked(
             the sites, is a warning.
         anew: whether calls of modules that nobody knows are proven again: for audits, since what was proven of a
             module holds for the attributes and buffers that it had.
+        replays: whether a chunk's activations are not kept, and it runs again in the backward pass; see `recomputed`.
+            Calls without padding run in chunks then, too.
 
     Yields:
         The `PaddingStats` of each call that ran in chunks.
     """
-    run = _Run(config, exchange, gate, {} if kept is None else kept, tell, anew)
+    run = _Run(config, exchange, gate, {} if kept is None else kept, tell, anew, replays)
     with ExitStack() as stack:
         for name, each in models.items():
             site = each if isinstance(each, CallSite) else CallSite(name, each)
@@ -108,8 +112,9 @@ class _Run:
     kept: Forwards
     tell: Callable[[str], None] | None
     anew: bool
+    replays: bool
     calls: Calls = field(default_factory=Calls)
-    is_inside: bool = False
+    running: object = None  # the proxy whose chunks run, or `_A_CHUNK` inside of one of them
 
     @property
     def is_alone(self) -> bool:
@@ -117,13 +122,13 @@ class _Run:
         return self.exchange is None or self.exchange is exchange_alone
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self, what: object) -> Iterator[None]:
         """Chunks run: they come back through the modules that stand in for themselves."""
-        self.is_inside = True
+        outside, self.running = self.running, what
         try:
             yield
         finally:
-            self.is_inside = False
+            self.running = outside
 
     def took(self, site: CallSite, stats: PaddingStats) -> None:
         self.calls.append(stats)
@@ -139,6 +144,7 @@ class _Run:
             _TOLD.setdefault(site.module, Notices())(words)
 
 
+_A_CHUNK = object()
 _TOLD: WeakKeyDictionary[nn.Module, Notices] = WeakKeyDictionary()
 
 
@@ -179,13 +185,25 @@ class _Proxy:
     @contextmanager
     def installed(self) -> Iterator[None]:
         def forward(*args: Any, **inputs: Any) -> Any:
-            return self._original(*args, **inputs) if self._run.is_inside else self._forward(*args, **inputs)
+            if self._run.running is None:
+                return self._forward(*args, **inputs)
+            return self._chunk(*args, **inputs) if self._run.running is self else self._original(*args, **inputs)
 
         with replaced(self._model, forward=_StandIn(forward, self._model)):
             yield
 
     def _forward(self, *args: Any, **inputs: Any) -> Any:
         raise NotImplementedError
+
+    def _chunk(self, *args: Any, **inputs: Any) -> Any:
+        """The module's own call, with one chunk."""
+        run, original = self._run, self._original
+
+        def chunk(*args: Any, **inputs: Any) -> Any:
+            with run.inside(_A_CHUNK):  # also when it runs again, and the step that this was a part of still runs
+                return original(*args, **inputs)
+
+        return recomputed(chunk, *args, **inputs) if run.replays else chunk(*args, **inputs)
 
     def _tried(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[Any] | None:
         """Outputs of a call that has been proven to be the same in chunks; None where there is nothing to remove.
@@ -207,8 +225,8 @@ class _Proxy:
             raise AsItCame(_CHECKPOINTED)
         before = RandomState()
         try:
-            with self._run.inside():
-                result = calls.run(self._original, bound, given, anew=self._run.anew)
+            with self._run.inside(self):
+                result = calls.run(self._chunk, bound, given, anew=self._run.anew, always=self._run.replays)
         except OutOfMemoryError:
             raise
         except (AsItCame, PadMinError) as refused:
@@ -264,7 +282,9 @@ class _ModelProxy(_Proxy):
         mask = inputs.get(own_name)
         if mask is None:  # nothing says what is padding
             return self._original(**inputs)
-        if self._run.tell is None and not self._site.has_inside:
+        # A hook of the user's inside must not hear of both passes of a chunk.
+        is_hooked = self._run.replays and hooked_inside(self._model) is not None
+        if self._run.tell is None and not self._site.has_inside and not is_hooked:
             try:
                 return self._in_chunks(own_name, dict(inputs))
             except _Refused as refused:
@@ -291,7 +311,7 @@ class _ModelProxy(_Proxy):
         before = RandomState()
         padded = self._padded(own_name)
         try:
-            with self._run.inside():
+            with self._run.inside(self):
                 outputs = padded(**inputs)
             assert padded.micro_batches is not None
             self._run.took(self._site, padded.micro_batches.stats)
@@ -311,11 +331,12 @@ class _ModelProxy(_Proxy):
         mask = inputs[own_name]
         if not isinstance(mask, Tensor) or (mask.ndim != 2 and self._site.has_inside):
             return ""
-        if self._run.is_alone and bool((mask == 1).all()):
+        if self._run.is_alone and not self._run.replays and bool((mask == 1).all()):
             return ""
         if _is_checkpointed():
             return _CHECKPOINTED
-        hooked = hooked_inside(self._model) if self._run.tell is not None else None
+        asks = self._run.tell is not None or self._run.replays
+        hooked = hooked_inside(self._model) if asks else None
         if hooked is not None:
             return hooked
         inside = "" if self._site.has_inside else "the model would take its loss of each chunk: call it without "

@@ -14,9 +14,11 @@ from lightning_padmin.distributed import Exchange
 from lightning_padmin.microbatching import PackStyle
 from lightning_padmin.verification.probe import (
     Probe,
+    bounded_probe,
     choose_rows,
     first_label_groups,
     make_probe,
+    number_within,
     padded_row,
     probe_of_one,
     whole_probe,
@@ -36,10 +38,11 @@ def agreed_probe(
     packs: PackStyle | None,
     shown: Shown,
     may_be_one: bool = True,
+    is_bounded: bool = False,
 ) -> Probe | None:
     """A probe of equally many rows on all ranks, or None on all; of one row, which tells nothing of reductions, too."""
     if is_joint:  # coupled losses may need their whole batch, and it is what training is going to run
-        return whole_probe(schema, table, config)
+        return _of_coupled(batch, schema, table, config, exchange, shown, is_bounded)
     found = choose_rows(batch, schema, table, config, limit, shown)
     telling = {n for n, each in found.items() if each.tells or packs is not None}  # of packs the reduction is not asked
     # Of each number how many rows without loss ride along, in two bits.
@@ -69,6 +72,23 @@ def _one_row(schema: Schema, table: RowTable, config: PadMinConfig, exchange: Ex
     if not said[:, 0].all() or not said[:, 1].any():
         return None
     return probe_of_one(schema, table, int(rows[0]) if padded is None else padded, config)
+
+
+def _of_coupled(
+    batch: Any,
+    schema: Schema,
+    table: RowTable,
+    config: PadMinConfig,
+    exchange: Exchange,
+    shown: Shown,
+    is_bounded: bool,
+) -> Probe:
+    """The whole batch; where that may be too large on some rank, as many rows on each."""
+    number = number_within(batch, schema, table, config) if is_bounded else len(table)
+    said = exchange([int(is_bounded), number])
+    if not said[:, 0].any():
+        return whole_probe(schema, table, config)
+    return bounded_probe(batch, schema, table, config, shown, int(said[:, 1].min()))
 
 
 def halved(config: PadMinConfig, table: RowTable) -> PadMinConfig:

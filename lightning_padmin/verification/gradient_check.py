@@ -116,6 +116,7 @@ def check_gradients(
     prefer: Sequence[int] | NDArray[np.int64] | None = None,
     values: Values | None = None,
     settled: bool = False,
+    is_bounded: bool = False,
 ) -> Outcome | None:
     """Compares gradients of a few rows, split and as they came; on all ranks or on none.
 
@@ -150,6 +151,7 @@ def check_gradients(
         values: of entries of the batches before.
         settled: a check before this one has passed, and this rank's batch shows nothing new. Joint mode takes a pass
             less then, if that is so on all ranks.
+        is_bounded: in joint mode a pass of the whole batch may be too large, so that rows are chosen within the budget.
 
     Returns:
         The outcome, or None where a rank has no two rows that carry loss (another batch may do), or where this batch
@@ -164,13 +166,13 @@ def check_gradients(
         probe = agreed_first_labels(batch, schema, table, config, exchange, limit, subtracts_lost)
     else:
         leaves = dict(iter_leaves(batch, schema.fields))
-        facets = row_facets(leaves, schema, table, values) if joint is None else {}
+        facets = row_facets(leaves, schema, table, values) if joint is None or is_bounded else {}
         shown = Shown.of(facets, len(table), wanted, prefer)
         is_joint = joint is not None
         # In float32, where the check may leave autocast out, activations take twice the memory.
         room = halved(config, table) if is_half and not is_joint and may_run_in_float32(module) else config
-        among = limit, is_joint, more_than_told, packs, shown
-        probe = agreed_probe(batch, schema, table, room, exchange, *among, may_be_one=not may_stay_untold)
+        among = limit, is_joint, more_than_told, packs, shown, not may_stay_untold, is_bounded
+        probe = agreed_probe(batch, schema, table, room, exchange, *among)
     if probe is None:
         return None
     heard = Heard(loss_fn, logged) if joint is not None else None

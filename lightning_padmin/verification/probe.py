@@ -25,6 +25,7 @@ from lightning_padmin.microbatching import PackStyle, SlotMap, pack_layout, pad_
 from lightning_padmin.verification.rows import Choice, Ints, Shown, alone, carrying, choices, second_cut
 
 _FEW_ROWS = 4  # as many may run though columns of padding cannot be cut away
+_FEWEST_COUPLED = 8  # rows of a bounded probe, where short ones are there
 _NO_TOKENS = ("position_ids", "mask", "labels", "token_type_ids")
 
 
@@ -223,8 +224,58 @@ def probe_of_one(schema: Schema, table: RowTable, row: int, config: PadMinConfig
 
 def whole_probe(schema: Schema, table: RowTable, config: PadMinConfig) -> Probe:
     """All rows of the batch, in no groups: for a loss that may need all of them."""
-    rows = np.arange(len(table))
-    came, whole = _as_it_came(table, rows, None, 1), rolled_rows(schema, table, rows, config)
+    return _in_no_groups(schema, table, config, np.arange(len(table)), None)
+
+
+def bounded_probe(
+    batch: Any, schema: Schema, table: RowTable, config: PadMinConfig, shown: Shown, number: int
+) -> Probe:
+    """So many rows that show much, in no groups: where a pass of the whole batch may be too large.
+
+    Args:
+        batch: the batch.
+        schema: its schema.
+        table: its row table.
+        config: the options.
+        shown: what rows show.
+        number: at most what `number_within` gives.
+    """
+    budget, length = _budget(table, config), table.length.sum(axis=1)
+    among = np.flatnonzero(number * (length if number * sum(table.widths) > budget else 0 * length) <= budget)
+    if len(among) < number:
+        among = np.sort(np.argsort(length, kind="stable")[:number])
+    rows, left = list[int](), np.ones(len(shown.masks), dtype=bool)
+    while left.any() and len(rows) < number:
+        best = int(among[np.argmax((shown.worth * left) @ shown.masks[:, among])])
+        if not (shown.masks[:, best] & left).any():
+            break
+        rows.append(best)
+        left &= ~shown.masks[:, best]
+    others = np.setdiff1d(among, rows)
+    more = others[np.linspace(0, len(others) - 1, number - len(rows)).round().astype(np.int64)]
+    chosen = np.sort(np.concatenate([np.array(rows, dtype=np.int64), more]))
+    return _in_no_groups(schema, table, config, chosen, budget if _may_crop(batch, schema, table, chosen) else None)
+
+
+def number_within(batch: Any, schema: Schema, table: RowTable, config: PadMinConfig) -> int:
+    """How many rows a pass under the budget holds as they came: an even number, since they may be pairs.
+
+    At least eight if there are short ones, whose further columns can be left out; at least two.
+    """
+    budget, count, length = _budget(table, config), len(table), table.length.sum(axis=1)
+    most = budget // sum(table.widths)
+    if most >= count:
+        return count
+    number = max(min(2, count), most - most % 2)
+    if number < _FEWEST_COUPLED and _may_crop(batch, schema, table, np.arange(count)):
+        for n in range(min(_FEWEST_COUPLED, count - count % 2), number, -2):
+            if (n * length <= budget).sum() >= n:
+                return n
+    return number
+
+
+def _in_no_groups(schema: Schema, table: RowTable, config: PadMinConfig, rows: Ints, budget: int | None) -> Probe:
+    came, whole = _as_it_came(table, rows, budget, 1), rolled_rows(schema, table, rows, config)
     return Probe(rows, (rows, rows[:0]), came, whole, (whole, whole))
 
 

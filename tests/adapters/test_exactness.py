@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,10 +122,20 @@ def test_what_a_loop_does_not_see_its_backward_refuses(scenario: str, name: str)
 
     def batch(case: Scenario, ours: bool, model: Any, optimizer: Any, batch: Any, index: int, out: Outcome) -> None:
         loop.pad.backward(batch, model, lambda micro: case.loss_of(model, micro))
+        out.step(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
 
     loop.batch = batch
-    found = contract.carry_out(loop, SCENARIOS[scenario])
+    case, explicit = SCENARIOS[scenario], SCENARIOS[scenario].options | {"mode": "split"}
+    found = contract.carry_out(loop, replace(case, options=explicit))
     assert (found.error or ("",))[0] == ("" if scenario == "right padding" else "GradientCheckError")
+    by_itself = contract.carry_out(loop, case)  # replays what is larger than the budget
+    if scenario == "a model that reads padding":
+        assert (by_itself.error or ("",))[0] == "BatchError"
+    else:
+        assert by_itself.error is None
+        assert contract.difference(by_itself, stock(scenario, name)) <= case.bound
 
 
 def test_the_table_is_complete() -> None:

@@ -335,7 +335,7 @@ def audited() -> Any:
 
 
 def joint() -> Any:
-    """mode="joint" with a loss that couples rows: five chunks on rank 0, one on rank 1."""
+    """A loss that couples rows, in both modes for it: five chunks on rank 0, one on rank 1."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     class Coupled(support.Module):
@@ -349,7 +349,12 @@ def joint() -> Any:
             logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
             return torch.logsumexp(support.token_losses(logits, batch["labels"]).sum(1) / 10, 0)
 
-    return pair(Coupled, batches(count=4), {"mode": "joint"}, accumulate_grad_batches=2)
+    found = {mode: pair(Coupled, batches(count=4), {"mode": mode}, accumulate_grad_batches=2) for mode in WHOLE}
+    by_itself = {"mode": "auto", "loss_reduction": "row-mean"}  # above the budget on rank 0 alone
+    return found | {"auto": pair(Coupled, batches(count=4), by_itself)}
+
+
+WHOLE = ("joint", "replay")
 
 
 class OwnLoss(support.Module):

@@ -188,13 +188,15 @@ def test_the_check_passes_right_declarations_on_two_ranks(ranks: Ranks) -> None:
 
 def test_joint_mode_with_a_loss_that_couples_rows(ranks: Ranks) -> None:
     """In float32, since the model casts to it."""
-    for rank, chunks in zip(ranks, (20, 4), strict=True):
-        result = rank["joint"]
-        assert worst(result) <= 1e-5
-        assert support.relative(result["split"]["parameters"], result["plain"]["parameters"]) <= 1e-5
-        assert result["stats"]["micro_batches"] == chunks
-        assert result["logged"]["padmin/micro_batches"] == 24
-    assert torch.equal(*(rank["joint"]["split"]["parameters"] for rank in ranks))
+    for mode in ("joint", "replay", "auto"):
+        for rank, chunks in zip(ranks, (20, 4), strict=True):
+            result = rank["joint"][mode]
+            assert worst(result) <= 1e-5
+            assert support.relative(result["split"]["parameters"], result["plain"]["parameters"]) <= 1e-5
+            assert result["stats"]["micro_batches"] == chunks
+            assert result["logged"]["padmin/micro_batches"] == 24
+        assert torch.equal(*(rank["joint"][mode]["split"]["parameters"] for rank in ranks))
+    assert [rank["joint"]["auto"]["logged"]["padmin/mode"] for rank in ranks] == [2, 1]
 
 
 @pytest.mark.parametrize("case", ["uneven", "late"])

@@ -228,16 +228,50 @@ def test_a_term_that_comes_later(begins: int, accumulate: int, monkeypatch: pyte
 
 
 def test_what_does_not_fit_is_refused_before_it_is_trained_on() -> None:
-    module = Contrastive()
+    module = ReadsPadding()
     with pytest.raises(GradientCheckError, match=rf"one of {SLOTS} slots .*token_budget=48.*token_budget={SLOTS}"):
         fit(module, ragged_batches(2), padmin(token_budget=48))
     assert not module.gradients
-    later = Contrastive()
+    later = ReadsPadding()
     batches = [*ragged_batches(2), make_batch([30, *LENGTHS[1:]])]
-    with pytest.warns(PadMinWarning, match=JOINT), pytest.raises(BatchError, match="300 slots, and token_budget=240"):
+    came = pytest.warns(PadMinWarning, match="as they came")
+    with came, pytest.raises(BatchError, match="300 slots, and token_budget=240"):
         fit(later, batches, padmin(token_budget=SLOTS))
     assert len(later.gradients) == 2
-    compare(Contrastive, JOINT, 2, budget=None)
+    compare(ReadsPadding, "as they came", 2, budget=None)
+
+
+@pytest.mark.parametrize("kind", [Contrastive, Teacher, WarmedUp], ids=lambda kind: kind.__name__)
+def test_larger_batches_are_replayed(kind: type[Step]) -> None:
+    """They keep the activations of one chunk, so the budget bounds them."""
+    found = compare(kind, r"from step \d on, model calls .* mode='replay' where a batch has more slots", 5, budget=48)
+    assert modes(found)[-1] == 2
+    assert set(modes(found)) <= {0, 2}
+
+
+def test_each_batch_decides_by_its_size() -> None:
+    class Wide(Contrastive):
+        pass
+
+    batches = [*ragged_batches(2), make_batch([30, *LENGTHS[1:]]), *ragged_batches(1)]
+    stock, ours = Wide(), Wide()
+    fit(stock, batches)
+    with pytest.warns(PadMinWarning, match=JOINT):
+        memory = fitted(ours, batches, padmin(token_budget=SLOTS), log_every_n_steps=1)
+    assert worst(ours, stock) <= EXACT
+    assert modes(memory) == [1, 1, 2, 1]
+
+
+def test_a_call_that_cannot_be_replayed_is_refused() -> None:
+    """In a batch that fits it runs as it came; in a larger one it would take the memory of all of it."""
+
+    class Hooked(Contrastive):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.model.layers[0].register_forward_hook(lambda *args: None)
+
+    with pytest.raises(BatchError, match=r"has a forward hook.*240 slots.*token_budget=48 allows: set"):
+        fit(Hooked(), ragged_batches(1), padmin(token_budget=48))
 
 
 def test_experts_begin_jointly() -> None:

@@ -85,7 +85,7 @@ def test_the_balance_loss_of_experts() -> None:
     split.model.config.router_aux_loss_coef, kept = 0.0, 1.0  # the guard reads this, the model its own copy
     assert split.model.router_aux_loss_coef == kept
     with pytest.raises(GradientCheckError, match="couples rows"):
-        fit(split, batches, padmin())
+        fit(split, batches, padmin(mode="split"))
     fit(split, batches, padmin(check="off"))
     assert worst(split, stock) > 1e-2
 
@@ -222,11 +222,6 @@ def test_a_model_that_is_none_of_transformers() -> None:
         fit(Module(), ragged_batches(1), padmin(mode="joint"))
 
 
-def test_replay() -> None:
-    with pytest.raises(MisconfigurationException, match=r"mode='joint', or lightning_padmin\.PaddedForward"):
-        fit(Coupled(top_quantile), ragged_batches(1), padmin(mode="replay"))
-
-
 def test_a_call_without_a_mask() -> None:
     class Unmasked(Coupled):
         def loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -246,6 +241,73 @@ def test_a_loss_of_padding_slots_is_found_by_the_check() -> None:
         fit(module, [make_batch(LENGTHS)], padmin(mode="joint"))
     assert module.gradients == []
     assert BUDGET == 24
+
+
+class Saves(Coupled):
+    """Counts the slots of what layers keep for the backward pass."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.kept: list[int] = []
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        self.kept.append(0)
+
+        def pack(saved: Tensor) -> Tensor:
+            self.kept[-1] += saved.numel() if saved.ndim > 2 else 0
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            return super().loss(batch)
+
+
+def test_replay_is_exact_and_keeps_no_activations() -> None:
+    """With the dropout of joint mode."""
+    batches = ragged_batches(3)
+    stock, joint, replay = Saves(in_batch_negatives), Saves(in_batch_negatives), Saves(in_batch_negatives)
+    callback = padmin(mode="replay")
+    fit(stock, batches)
+    fit(joint, batches, padmin(mode="joint", check="off"))
+    fit(replay, batches, callback)
+    assert worst(replay, stock) <= EXACT
+    torch.testing.assert_close(replay.losses, stock.losses, rtol=1e-12, atol=0)
+    assert callback.stats.micro_batches == 15
+    assert replay.kept[-1] < 0.2 * joint.kept[-1] < 0.2 * stock.kept[-1]
+
+    class Dropped(Coupled):
+        def __init__(self, loss: Loss) -> None:
+            super().__init__(loss)
+            for layer in self.model.model.layers:
+                layer.self_attn.attention_dropout = 0.3
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            torch.rand(3)  # the second pass of a chunk finds the numbers of its first one
+
+    joint, replay, plain = Dropped(softmax_over_rows), Dropped(softmax_over_rows), Coupled(softmax_over_rows)
+    for module, mode in ((joint, "joint"), (replay, "replay"), (plain, "joint")):
+        torch.manual_seed(3)
+        fit(module, batches, padmin(mode=mode))
+    assert worst(replay, joint) == 0
+    assert worst(plain, joint) > 1e-3
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_replay_of_models_that_checkpoint(reentrant: bool) -> None:
+    plain, replay = Coupled(softmax_over_rows), Coupled(softmax_over_rows)
+    replay.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    fit(plain, ragged_batches(2))
+    fit(replay, ragged_batches(2), padmin(mode="replay"))
+    assert worst(replay, plain) <= EXACT
+
+
+def test_what_would_hear_of_a_second_pass_runs_as_it_came() -> None:
+    plain, replay, heard = Coupled(softmax_over_rows), Coupled(softmax_over_rows), list[int]()
+    replay.model.model.layers[0].register_forward_hook(lambda module, inputs, output: heard.append(len(output)))
+    fit(plain, ragged_batches(1))
+    with pytest.warns(PadMinWarning, match=r"'layers.0' inside of it has a forward hook"):
+        fit(replay, ragged_batches(1), padmin(mode="replay", check="off"))
+    assert worst(replay, plain) <= EXACT
+    assert heard == [10]
 
 
 class Clamps(Coupled):

@@ -1,0 +1,68 @@
+"""Calls whose activations are not kept."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_padmin.forward.recompute import recomputed
+
+
+class Draws(nn.Module):
+    """Draws from two generators, and notes how often it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.calls, self.body = 0, nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+
+    def forward(self, inputs: Tensor, *, more: dict[str, Any]) -> dict[str, Tensor]:
+        self.calls += 1
+        mask = torch.rand_like(inputs) > random.random() / 2
+        return {"out": self.body(inputs * mask + more["shift"]).tanh(), "count": mask.sum()}
+
+
+def gradients(function: Any, inputs: Tensor, shift: Tensor, *, between: bool = True) -> list[Tensor]:
+    """Of a loss whose backward pass comes when the inputs have been written to, and numbers were drawn."""
+    module, given = Draws(), (inputs.clone(), shift.clone().requires_grad_())
+    torch.manual_seed(1)
+    random.seed(1)
+    found = function(module, given[0], more={"shift": given[1]})
+    if between:
+        torch.rand(3)
+        given[0].zero_()
+    drawn = torch.random.get_rng_state()
+    found["out"].pow(2).sum().backward()
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert module.calls == 1 + (function is recomputed)
+    return [given[1].grad, *(p.grad for p in module.parameters())]
+
+
+def test_gradients_are_those_of_the_first_call() -> None:
+    inputs, shift = torch.randn(4, 5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
+    wanted = gradients(lambda module, *args, **named: module(*args, **named), inputs, shift, between=False)
+    for found, each in zip(gradients(recomputed, inputs, shift), wanted, strict=True):
+        torch.testing.assert_close(found, each, rtol=0, atol=0)
+
+
+def test_without_a_gradient_it_is_one_call() -> None:
+    module = Draws()
+    with torch.no_grad():
+        recomputed(module, torch.zeros(2, 5).double(), more={"shift": torch.zeros(5).double()})
+    assert module.calls == 1
+
+
+def test_a_function_that_changes_between_its_calls_is_an_error() -> None:
+    module = nn.Linear(3, 3)
+
+    def grows(inputs: Tensor) -> Tensor:
+        grows.calls += 1  # type: ignore[attr-defined]
+        return module(inputs.repeat(grows.calls, 1)).tanh()[:2]  # type: ignore[attr-defined]
+
+    grows.calls = 0  # type: ignore[attr-defined]
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        recomputed(grows, torch.randn(2, 3)).sum().backward()
