@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,8 +40,10 @@ def float64() -> Iterator[None]:
 class Step(Module):
     """A model of transformers, whose step logs its loss and keeps a metric of it."""
 
+    rate = 0.05
+
     def __init__(self) -> None:
-        super().__init__(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+        super().__init__(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=self.rate))
         self.model, self.mean = llama(), MeanMetric()
 
     def pooled(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -110,6 +113,32 @@ class Teacher(Step):
             wanted = self.teacher(batch["input_ids"], batch["attention_mask"]).logits
         apart = ((outputs.logits - wanted) ** 2).mean(-1) * batch["attention_mask"]
         return super().of(outputs, batch) + apart.sum() / batch["attention_mask"].sum()
+
+
+class Adversarial(Step):
+    """A second pass on inputs that the gradient of the first one has moved (as in FreeLB)."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        mask, embedded = batch["attention_mask"], self.model.get_input_embeddings()(batch["input_ids"])
+        shift = torch.zeros_like(embedded, requires_grad=True)
+        first = self.of(self.model(inputs_embeds=embedded + shift, attention_mask=mask), batch)
+        (slope,) = torch.autograd.grad(first, shift, retain_graph=True)
+        moved = embedded + 0.05 * slope / slope.norm() * mask.unsqueeze(-1)
+        second = self.of(self.model(inputs_embeds=moved, attention_mask=mask), batch)
+        self.log("adversarial", second.detach())
+        return first + second
+
+
+class Attacked(Step):
+    """The same on the embedding's weights (as in FGM), which the second pass alone has."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        weight = self.model.get_input_embeddings().weight
+        found = self.of(self.model(**inputs), batch)
+        (slope,) = torch.autograd.grad(found, weight, retain_graph=True)
+        moved = {"model.embed_tokens.weight": weight + 0.05 * slope / slope.norm()}
+        return found + self.of(torch.func.functional_call(self.model, moved, kwargs=inputs), batch)
 
 
 class Clipped(Step):
@@ -187,6 +216,8 @@ CASES: dict[type[Step], tuple[str | None, float]] = {
     Flooding: (r"from step \d on, model calls run in chunks", 1),
     Queue: (JOINT, 1),
     Teacher: (JOINT, 1),
+    Adversarial: (JOINT, 1),
+    Attacked: (JOINT, 1),
     Clipped: (JOINT, 1),
     OwnBackward: (JOINT, 1),
     SquaredInBackward: (JOINT, 1),
@@ -241,7 +272,16 @@ def test_what_does_not_fit_is_refused_before_it_is_trained_on() -> None:
     compare(ReadsPadding, "as they came", 2, budget=None)
 
 
-@pytest.mark.parametrize("kind", [Contrastive, Teacher, WarmedUp], ids=lambda kind: kind.__name__)
+@pytest.mark.slow
+def test_a_term_that_comes_at_step_51_of_200() -> None:
+    """With steps so small that stock on rows in another order ends where stock does, too."""
+    said = r"from step 51 on, model calls.*audit of step 51 .*step 30 had passed.*20 steps since then are not undone"
+    with mock.patch.multiple(WarmedUp, begins=50, rate=0.002):
+        found = compare(WarmedUp, said, 200)
+    assert modes(found) == [0] * 50 + [1] * 150
+
+
+@pytest.mark.parametrize("kind", [Contrastive, Teacher, WarmedUp, Adversarial], ids=lambda kind: kind.__name__)
 def test_larger_batches_are_replayed(kind: type[Step]) -> None:
     """They keep the activations of one chunk, so the budget bounds them."""
     found = compare(kind, r"from step \d on, model calls .* mode='replay' where a batch has more slots", 5, budget=48)
@@ -249,12 +289,15 @@ def test_larger_batches_are_replayed(kind: type[Step]) -> None:
     assert set(modes(found)) <= {0, 2}
 
 
-def test_each_batch_decides_by_its_size() -> None:
-    class Wide(Contrastive):
-        pass
+def test_a_model_that_is_another_one_by_the_backward_pass_is_not_replayed() -> None:
+    """Chunks would run again with other weights."""
+    with pytest.raises(GradientCheckError, match=r"joint gradients of 6 rows differ.*token_budget=48 allows"):
+        fit(Attacked(), ragged_batches(1), padmin(token_budget=48))
 
+
+def test_each_batch_decides_by_its_size() -> None:
     batches = [*ragged_batches(2), make_batch([30, *LENGTHS[1:]]), *ragged_batches(1)]
-    stock, ours = Wide(), Wide()
+    stock, ours = Contrastive(), Contrastive()
     fit(stock, batches)
     with pytest.warns(PadMinWarning, match=JOINT):
         memory = fitted(ours, batches, padmin(token_budget=SLOTS), log_every_n_steps=1)
