@@ -9,6 +9,7 @@ as well). This library is not among what is imported here: scripts import it the
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -99,6 +100,8 @@ if __name__ == "__main__":
     for name in FRAMEWORKS:
         with contextlib.suppress(Exception):  # a script that needs it says so itself
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # lives on: collections of garbage need not look through it
     task = serve()
     if task is not None:
         become(task)
