@@ -6,6 +6,6 @@ import gc
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now lives on: collections of garbage, of which trainers make many, need not look through it."""
+    """What is imported by now lives on: collections of garbage, which trainers make often, need not look through it."""
     gc.collect()
     gc.freeze()
