@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,46 +22,71 @@ import torch
 
 Ranks = list[dict[str, Any]]
 ENVIRONMENT = dict(os.environ)  # without what single tests change
+RUN = (os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex)[:12]
 
 
 class Server:
-    """Forks processes that have the frameworks already; see `fork_server`."""
+    """Forks processes that have the frameworks already; see `fork_server`.
 
-    def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="forked")
+    All workers of a run of pytest have it in common: the first one that needs it starts it, and it ends with the last.
+    """
+
+    def __init__(self, which: int) -> None:
+        self.folder = Path(tempfile.gettempdir()) / f"forked-{RUN}-{which}"
+        self.socket = socket.socket(socket.AF_UNIX)
         self.count = 0
-        with (Path(self.folder.name) / "said").open("w") as said:
+        while not self._connected():  # the folder was just removed, by a server that ends
+            pass
+
+    def _connected(self) -> bool:
+        self.folder.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError), (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(self.folder / "lock")):
+                return False
+            if not (self.folder / "socket").exists():
+                self._start()
+            self.socket.connect(str(self.folder / "socket"))
+            return True
+        return False
+
+    def _start(self) -> None:
+        with socket.socket(socket.AF_UNIX) as listening, (self.folder / "said").open("w") as said:
+            listening.bind(str(self.folder / "socket"))
+            listening.listen()
             self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+                [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(self.folder)],
                 env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **ENVIRONMENT},
-                stdin=subprocess.PIPE,
+                stdin=listening,
                 stdout=said,
                 stderr=said,
-                text=True,
+                start_new_session=True,
             )
-        atexit.register(self.end)
 
     def ask(self, task: dict[str, Any]) -> Path:
         """The folder of a process that starts with the task."""
-        folder = Path(self.folder.name) / str(self.count)
+        folder = self.folder / f"{os.getpid()}-{self.count}"
         folder.mkdir()
         self.count += 1
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(task | {"folder": str(folder)}) + "\n")
-        self.process.stdin.flush()
+        self.socket.sendall((json.dumps(task | {"folder": str(folder)}) + "\n").encode())
         return folder
 
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(30)
-        self.folder.cleanup()
+    def lives(self) -> bool:
+        self.socket.setblocking(False)
+        try:
+            return bool(self.socket.recv(1))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            self.socket.setblocking(True)
 
 
 @functools.cache
 def server(which: int) -> Server:
     """One for the first rank and one for the others: processes of one server have the same hash seed."""
-    return Server()
+    return Server(which)
 
 
 class Forked:
@@ -83,7 +110,7 @@ class Forked:
         if self.returncode is None and (self.folder / "code").exists():
             self.returncode = int((self.folder / "code").read_text())
         if self.returncode is None:
-            assert self.server.process.poll() is None, (self.folder.parent / "said").read_text()[-4000:]
+            assert self.server.lives(), (self.folder.parent / "said").read_text()[-4000:]
         return self.returncode
 
     def wait(self, timeout: float) -> int:

@@ -370,7 +370,12 @@ def is_library(kind: type) -> bool:
 @cache
 def _libraries(kind: Any) -> frozenset[str]:
     """What the methods of its bases in libraries give to objects of a class."""
-    return frozenset().union(*(names_of(each) for each in kind.__mro__ if is_library(each)))
+    return frozenset().union(*(_names_of_library(each) for each in kind.__mro__ if is_library(each)))
+
+
+@cache
+def _names_of_library(kind: type) -> frozenset[str]:
+    return frozenset(names_of(kind))
 
 
 def _per_call(holder: Any) -> frozenset[str]:

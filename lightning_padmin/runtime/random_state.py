@@ -54,4 +54,4 @@ def _same(first: Any, second: Any) -> bool:
         return torch.equal(first, second)
     if isinstance(first, tuple | list):
         return all(_same(a, b) for a, b in zip(first, second, strict=True))
-    return bool(np.array_equal(first, second))
+    return bool(np.array_equal(first, second)) if isinstance(first, np.ndarray) else bool(first == second)

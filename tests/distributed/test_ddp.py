@@ -41,7 +41,7 @@ FIVE, ONE, BUDGET = [24, 20, 12, 12, 6, 6, 6, 6, 3, 2], [4, 3, 5, 2], 24
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     output = tmp_path_factory.mktemp("ddp") / "result.out"
-    return processes.results(WORKER, output, *SCENARIOS, fresh=True)
+    return processes.results(WORKER, output, *SCENARIOS)
 
 
 def worst(result: dict[str, Any]) -> float:
@@ -308,7 +308,7 @@ def test_both_processes_end_when_one_runs_out_of_batches(tmp_path: Path) -> None
 
 def test_both_processes_end_when_one_raises_in_a_micro_batch(tmp_path: Path) -> None:
     (code_0, _), (code_1, text_1) = processes.finish(
-        processes.start(WORKER, tmp_path / "result.out", "one_rank_fails", fresh=True), timeout=150
+        processes.start(WORKER, tmp_path / "result.out", "one_rank_fails"), timeout=150
     )
     assert code_0 != 0
     assert code_1 != 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import support
 import torch
@@ -93,15 +93,8 @@ class Program:
     def run(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         tests = str(Path(support.__file__).parent)
         path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
-        done = subprocess.run(
-            [sys.executable, "main.py", "fit", *arguments],
-            cwd=self.folder,
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        environment = os.environ | {"PYTHONPATH": path}
+        done = processes.run("main.py", "fit", *arguments, env=environment, cwd=self.folder, timeout=120)
         assert done.returncode == code, done.stderr[-4000:]
         return done
 
