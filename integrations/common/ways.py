@@ -98,12 +98,8 @@ class Ladder:
         training, way = self._training, self.left[0]
         slots = int(training.topology.exchange([training.slots]).max())
         if self._budget is not None and slots > self._budget:
-            raise of_step or _further(
-                error,
-                f"mode='auto' does not go on with whole batches, since one of {slots:,} slots takes more memory than "
-                f"token_budget={self._budget} allows: set token_budget={slots} or None, if it fits",
-            )
-        self._reasons.append(_reason_of(error))
+            raise of_step or too_large(error, slots, self._budget)
+        self._reasons.append(reason_of(error))
         training.go_over(way)
         self._bound()
 
@@ -219,7 +215,16 @@ def why_way_is_kept(wrapper: nn.Module) -> str | None:
     return None
 
 
-def _reason_of(error: PadMinError) -> str:
+def too_large(error: PadMinError, slots: int, budget: int) -> PadMinError:
+    """An error where batches would have to stay whole, and have more slots than the budget."""
+    return _further(
+        error,
+        f"mode='auto' does not go on with whole batches, since one of {slots:,} slots takes more memory than "
+        f"token_budget={budget} allows: set token_budget={slots} or None, if it fits",
+    )
+
+
+def reason_of(error: PadMinError) -> str:
     """What was found, without what could be done instead."""
     return str(error).split(". ")[0].rstrip(".")
 
@@ -229,4 +234,4 @@ def _further(error: PadMinError, words: str) -> PadMinError:
     return made if isinstance(made, GradientCheckError) else error
 
 
-__all__ = ["BeforeStep", "Ladder", "Way", "Whole", "stats_as_it_came", "why_way_is_kept"]
+__all__ = ["BeforeStep", "Ladder", "Way", "Whole", "reason_of", "stats_as_it_came", "too_large", "why_way_is_kept"]
