@@ -29,9 +29,14 @@ class _Worded(Exception):
 
 
 class PadMinError(_Worded, ValueError):
-    """Base class of all refusals. Nothing has been changed or left half-installed when one is raised."""
+    """Base class of all refusals. Nothing has been changed or left half-installed when one is raised.
+
+    Attributes:
+        may_stay_whole: whether nobody has said how the batch is to be split, and nothing else is wrong with it.
+    """
 
     code = 9
+    may_stay_whole = False
 
     def __str__(self) -> str:
         """The message, with names of the user's data as a terminal may show them."""
@@ -48,12 +53,20 @@ class SchemaError(PadMinError):
     """The layout of a batch is unknown or ambiguous: which entry holds rows, positions, units."""
 
     code = 2
+    may_stay_whole = True
 
 
 class BatchError(PadMinError):
     """The layout is known but the values are malformed: an empty mask, labels outside of a row's span."""
 
     code = 3
+
+    @classmethod
+    def undeclared(cls, words: str) -> BatchError:
+        """One of a batch that can be trained on whole as it is."""
+        error = cls(words)
+        error.may_stay_whole = True
+        return error
 
 
 class PlanError(PadMinError):

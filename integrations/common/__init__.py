@@ -13,6 +13,7 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
     shards       gradients of shards that wait to be reduced
     ways         from one way of running batches to the next
     two_ways     gradients of one loss in two ways
+    plain        sizes of batches that nobody has given roles
     whole_steps  steps of Trainers as stock, with calls of models inside in chunks
     isolated     what a model gives for some rows by themselves
     deepspeed    several backward passes where DeepSpeed's engine expects one
@@ -29,10 +30,12 @@ from lightning_padmin.integrations.common.empty_loss import collected_outputs, d
 from lightning_padmin.integrations.common.first_batch import MOST_BATCHES, FirstBatches
 from lightning_padmin.integrations.common.isolated import Isolated, Seen, added
 from lightning_padmin.integrations.common.loops import LossCheck, LossChecks, LossFunction, run_loop
+from lightning_padmin.integrations.common.plain import plain_stats, slots_of
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.shards import reducing
 from lightning_padmin.integrations.common.topology import Kind, Topology, ddp_of, has_static_graph
 from lightning_padmin.integrations.common.trainers import (
+    StepState,
     backward_of_step,
     check_step,
     has_own_step,
@@ -40,13 +43,23 @@ from lightning_padmin.integrations.common.trainers import (
     look_for_whole_steps,
     own_step,
     refuse_data_parallel,
+    step_past_mixin,
+    step_without_loss,
     topology_of,
     untouched_trainer,
 )
 from lightning_padmin.integrations.common.training import Read, Training
 from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
 from lightning_padmin.integrations.common.versions import check_hooks, release, what_changed
-from lightning_padmin.integrations.common.ways import BeforeStep, Ladder, Way, stats_as_it_came, why_way_is_kept
+from lightning_padmin.integrations.common.ways import (
+    BeforeStep,
+    Ladder,
+    Way,
+    reason_of,
+    stats_as_it_came,
+    too_large,
+    why_way_is_kept,
+)
 from lightning_padmin.integrations.common.whole_steps import Sites, WholeSteps, Words
 from lightning_padmin.runtime import RandomState, Shared, replaced
 from lightning_padmin.verification import Advice, Fingerprint, Ledger, OneLoss, Outcome, fingerprint, needs_rows
@@ -75,6 +88,7 @@ __all__ = [
     "SessionAudits",
     "Shared",
     "Sites",
+    "StepState",
     "Tolerable",
     "Topology",
     "Training",
@@ -102,6 +116,8 @@ __all__ = [
     "needs_rows",
     "new_in_loss",
     "own_step",
+    "plain_stats",
+    "reason_of",
     "reducing",
     "reenters",
     "refuse_batch_statistics",
@@ -111,7 +127,11 @@ __all__ = [
     "replaced",
     "run_loop",
     "screen",
+    "slots_of",
     "stats_as_it_came",
+    "step_past_mixin",
+    "step_without_loss",
+    "too_large",
     "topology_of",
     "untouched_trainer",
     "what_changed",

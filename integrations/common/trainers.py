@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from lightning_padmin.config import PadMinConfig
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.integrations.common.topology import Kind, Topology
 from lightning_padmin.integrations.common.training import Read
-from lightning_padmin.runtime import DATA_OF_TRAINERS, AttributeState, holders_of, replaced
+from lightning_padmin.runtime import DATA_OF_TRAINERS, AttributeState, ModuleState, holders_of, replaced
 from lightning_padmin.verification import Outcome, check_gradients, own_backward, step_of
 
 # Accelerate's name of a way to distribute -> who sees to gradients
@@ -44,19 +44,47 @@ def own_step(trainer: Any) -> str | None:
 
 def has_own_step(trainer: Any) -> bool:
     """Whether a step of the user's may act on the gradients of a batch."""
-    return "training_step" in vars(trainer) or own_step(trainer) is not None
+    return _has_step_of_its_own(trainer) or own_step(trainer) is not None
 
 
 def has_step_in_front(trainer: Any) -> bool:
     """Whether a step of the user's calls ours, and may look at its batch, change it, or act on its gradient."""
     kinds = type(trainer).__mro__
-    return "training_step" in vars(trainer) or step_of(*kinds[: _place_of_mixin(kinds)]) is not None
+    return _has_step_of_its_own(trainer) or step_of(*kinds[: _place_of_mixin(kinds)]) is not None
+
+
+def _has_step_of_its_own(trainer: Any) -> bool:
+    """Whether an object has another step than its class."""
+    step = vars(trainer).get("training_step")
+    step = getattr(step, "padmin_stands_for", step)  # which an adapter may stand in for
+    return step is not None and getattr(step, "__func__", None) is not type(trainer).training_step
 
 
 def backward_of_step(trainer: Any) -> str | None:
     """Which step of the user's, called by ours, sends its loss backward itself; None if none does."""
     kinds = type(trainer).__mro__
     return own_backward(*kinds[_place_of_mixin(kinds) :])
+
+
+def step_without_loss(trainer: Any) -> tuple[str, bool] | None:
+    """Which step of the user's asks no `compute_loss` for what it sends backward, as far as its own code says.
+
+    Returns:
+        Its name, and whether it can be run without its backward pass, since it moves no optimizer; None if none is.
+    """
+    kinds = type(trainer).__mro__
+    name = own_backward(*kinds)
+    if name is None:
+        return None
+    kind = next(each for each in kinds if step_of(each) == name)
+    names = set(vars(kind)["training_step"].__code__.co_names)
+    return None if "compute_loss" in names else (name, not names & {"step", "zero_grad", "grad"})
+
+
+def step_past_mixin(trainer: Any) -> str | None:
+    """Which step of the user's stands in front of ours and never calls it; None if none does."""
+    kinds = type(trainer).__mro__
+    return own_backward(*kinds[: _place_of_mixin(kinds)])
 
 
 def _place_of_mixin(kinds: tuple[type, ...]) -> int:
@@ -93,6 +121,33 @@ def untouched_trainer(trainer: Any) -> Iterator[None]:
         state.restore()
 
 
+class StepState:
+    """What a step of the user's own may write into; entered, it is kept, and left, it is put back.
+
+    Gradients are taken away meanwhile, so there should be none.
+
+    Args:
+        model: what is trained, unwrapped.
+        trainer: whose step it is.
+    """
+
+    def __init__(self, model: nn.Module, trainer: Any) -> None:
+        self._model, self._trainer = model, trainer
+        self._state: ModuleState | None = None
+
+    def __enter__(self) -> None:
+        self._state = ModuleState(self._model, holders_of(self._trainer), DATA_OF_TRAINERS)
+
+    def watching(self) -> AbstractContextManager[None]:
+        """The step runs inside."""
+        assert self._state is not None
+        return self._state.watching()
+
+    def __exit__(self, *_: object) -> None:
+        assert self._state is not None
+        self._state.restore()
+
+
 def check_step(
     trainer: Any,
     topology: Topology,
@@ -100,6 +155,7 @@ def check_step(
     read: Read,
     config: PadMinConfig,
     model: nn.Module,
+    said: set[str] | None = None,
     **how: Any,
 ) -> Outcome | None:
     """Gradients of a few rows, split and as they came, through a trainer's own loss; see `check_gradients`.
@@ -113,10 +169,16 @@ def check_step(
         read: a batch, its schema and its row table.
         config: the declarations that are checked.
         model: what is trained, unwrapped.
+        said: filled with the names of what the loss logs.
         how: further arguments of `check_gradients`.
     """
     is_sharded = topology.kind == "sharded"
-    with replaced(trainer, log=lambda *_, **__: None):
+
+    def log(logs: Any, *_: Any, **__: Any) -> None:
+        if said is not None:
+            said.update(map(str, logs))
+
+    with replaced(trainer, log=log):
         return check_gradients(
             loss,
             *read,
@@ -130,6 +192,7 @@ def check_step(
 
 
 __all__ = [
+    "StepState",
     "backward_of_step",
     "check_step",
     "has_own_step",
@@ -137,6 +200,8 @@ __all__ = [
     "look_for_whole_steps",
     "own_step",
     "refuse_data_parallel",
+    "step_past_mixin",
+    "step_without_loss",
     "topology_of",
     "untouched_trainer",
 ]

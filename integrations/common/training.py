@@ -402,6 +402,8 @@ class Training:
             return None
         self.begin_step()
         self._has_begun = False
+        if self.way == "as it came":
+            return None
         shown = [plain_facets(batch, self.values) for batch in batches]
         of_all = set().union(*shown) | model_facets(*parts_of(self.model))
         self._let_go()

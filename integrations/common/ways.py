@@ -112,12 +112,8 @@ class Ladder:
         training, way = self._training, self.left[0]
         slots = int(training.topology.exchange([training.slots]).max())
         if self._budget is not None and slots > self._budget and not self._replays(way):
-            raise of_step or _further(
-                error,
-                f"mode='auto' does not go on with whole batches, since one of {slots:,} slots takes more memory than "
-                f"token_budget={self._budget} allows: set token_budget={slots} or None, if it fits",
-            )
-        self._because(_reason_of(error))
+            raise of_step or too_large(error, slots, self._budget)
+        self._because(reason_of(error))
         training.go_over(way)
         self._bound()
 
@@ -253,7 +249,16 @@ def why_way_is_kept(wrapper: nn.Module) -> str | None:
     return None
 
 
-def _reason_of(error: PadMinError) -> str:
+def too_large(error: PadMinError, slots: int, budget: int) -> PadMinError:
+    """An error where batches would have to stay whole, and have more slots than the budget."""
+    return _further(
+        error,
+        f"mode='auto' does not go on with whole batches, since one of {slots:,} slots takes more memory than "
+        f"token_budget={budget} allows: set token_budget={slots} or None, if it fits",
+    )
+
+
+def reason_of(error: PadMinError) -> str:
     """What was found, without what could be done instead."""
     return str(error).split(". ")[0].rstrip(".")
 
@@ -263,4 +268,4 @@ def _further(error: PadMinError, words: str) -> PadMinError:
     return made if isinstance(made, GradientCheckError) else error
 
 
-__all__ = ["BeforeStep", "Ladder", "Way", "Whole", "stats_as_it_came", "why_way_is_kept"]
+__all__ = ["BeforeStep", "Ladder", "Way", "Whole", "reason_of", "stats_as_it_came", "too_large", "why_way_is_kept"]

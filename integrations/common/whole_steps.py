@@ -6,6 +6,9 @@ batches need no schema and no declaration.
 
 Losses are compared, in chunks and as stock, where they are taken: in the trainer's own `compute_loss`, with the very
 arguments that the step has given it.
+
+Under `mode="auto"` nothing runs in chunks that is not compared: calls inside of `compute_loss` and of backward passes
+alone do. Where they change training, the step goes on as it came from there, and so do all that follow.
 """
 
 from __future__ import annotations
@@ -22,14 +25,22 @@ from torch import Tensor, nn
 from lightning_padmin.architectures import screen
 from lightning_padmin.batch import map_leaves
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.errors import GradientCheckError, OnlyBackwardError, PadMinError
+from lightning_padmin.errors import (
+    ArchitectureError,
+    GradientCheckError,
+    GradientHookError,
+    OnlyBackwardError,
+    PadMinError,
+)
 from lightning_padmin.forward import Calls, CallSite, Forwards, call_sites, chunked
 from lightning_padmin.integrations.common.first_batch import FirstBatches
+from lightning_padmin.integrations.common.plain import plain_stats, slots_of
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.topology import Topology, un_reduced
 from lightning_padmin.integrations.common.trainers import look_for_whole_steps, untouched_trainer
 from lightning_padmin.integrations.common.training import Training
 from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
+from lightning_padmin.integrations.common.ways import Ladder
 from lightning_padmin.runtime import replaced
 from lightning_padmin.stats import PaddingStats
 from lightning_padmin.verification import Outcome
@@ -67,6 +78,8 @@ class WholeSteps:
         without_trace: a context in which calls of the loss change nothing in the trainer; default: what `Trainer` of
             transformers needs.
         looks_at_padding: whether it is looked at if loss, gradients and logged values move with outputs at padding.
+        ladder: under `mode="auto"`, says which way steps go.
+        own_loss: the name of a step that asks nobody for its loss, and whether it can be run for a check.
     """
 
     def __init__(
@@ -80,6 +93,8 @@ class WholeSteps:
         words: Words,
         without_trace: Callable[[], AbstractContextManager[Any]] | None = None,
         looks_at_padding: bool = True,
+        ladder: Ladder | None = None,
+        own_loss: tuple[str, bool] | None = None,
     ) -> None:
         self._trainer, self._training, self._sites, self._words = trainer, training, sites, words
         self._session, self._topology = session, training.topology
@@ -96,6 +111,7 @@ class WholeSteps:
         self._is_inside = self._is_due = False
         self._losses: list[Callable[[], Any]] = []
         self._waste = PaddingStats()
+        self._ladder, self._calls, self._own_loss = ladder, Calls(), own_loss
 
     def in_place_of(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The stock training step, inside of which calls run in chunks; a step inside of one is a part of it."""
@@ -114,24 +130,123 @@ class WholeSteps:
         return training_step
 
     def _step(self, stock: Callable[..., Any], model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        own, sites = self._unwrapped(model), self._sites()
-        look_for_whole_steps(self._training.hooks, own, _modules(sites))
+        own, is_mapping = self._unwrapped(model), isinstance(inputs, Mapping)
+        if self._ladder is not None:
+            self._training.slots = slots_of(inputs)
+            self._look_at_hooks(own)
+        else:
+            look_for_whole_steps(self._training.hooks, own, _modules(self._sites()))
         if not self._is_sharded:
-            wants = self._training.to_audit([inputs if isinstance(inputs, Mapping) else {}]) is not None
-            self._is_due = wants or self._first.is_due
+            wants = self._training.to_audit([inputs if is_mapping else {}]) is not None
+            self._is_due = (wants or self._first.is_due) and self._training.way != "as it came"
         tokens = self._loss_tokens(inputs)
-        heard = replaced(self._trainer, compute_loss=self._hearing(self._trainer.compute_loss))
-        with self._training.around(0, 2), self._chunked(sites) as calls, heard:
-            result = stock(model, inputs, *args, **options)
+        if self._ladder is None:
+            with self._training.around(0, 2), self._chunked(self._sites()) as self._calls, self._listening():
+                result = stock(model, inputs, *args, **options)
+        else:
+            self._calls = Calls()
+            if self._own_loss is not None:
+                self._look_at_step(stock, model, (inputs, *args), options)
+            whole = nullcontext() if self._own_loss is None else self._in_loss()
+            with self._training.around(0, 2), self._listening(), self._in_backward(), whole:
+                result = stock(model, inputs, *args, **options)
+            self._ladder.heard()
         if not self._is_sharded:
             self._settle(own)
-        if not calls and self._words.nothing is not None:
+        if self._training.way == "as it came":
+            self._session.count(replace(plain_stats(inputs), loss_tokens=tokens))
+            return result
+        if not self._calls and self._words.nothing is not None:
             self._session.notices(self._words.nothing)
-        if calls:
-            self._session.count(replace(calls.total, loss_tokens=tokens))
+        if self._calls:
+            self._session.count(replace(self._calls.total, loss_tokens=tokens))
         return result
 
+    # Under `mode="auto"`.
+
+    @contextmanager
+    def _in_loss(self) -> Iterator[None]:
+        """A loss that was compared; where another way may follow, its calls are the only ones that run in chunks."""
+        if self._ladder is None or self._training.way != "joint":
+            yield
+            return
+        with self._chunked(self._sites()) as calls:
+            yield
+        self._calls.extend(calls)
+
+    def _in_backward(self) -> AbstractContextManager[None]:
+        """Passes that losses hold back until they are sent backward run as their first ones did."""
+        accelerator = self._trainer.accelerator
+        stock = accelerator.backward
+
+        @wraps(stock)
+        def backward(loss: Any, *args: Any, **options: Any) -> Any:
+            if self._own_loss is not None:  # all of the step runs in chunks
+                self._training.hear(loss)
+                return stock(loss, *args, **options)
+            with self._in_loss():
+                return stock(loss, *args, **options)
+
+        return replaced(accelerator, backward=backward)
+
+    def _look_at_step(self, step: Callable[..., Any], model: Any, args: Any, options: Any) -> None:
+        """Has a step that asks nobody for its loss checked, where that is due, by what it would send backward."""
+        assert self._own_loss is not None
+        if self._training.way != "joint":
+            return
+        name, can_run = self._own_loss
+        given, accelerator = (_shallow(args), _shallow(options)), self._trainer.accelerator
+
+        def again() -> Any:
+            sent: list[Any] = []
+            with replaced(accelerator, backward=lambda loss, *_, **__: sent.append(loss)):
+                step(model, *_fresh(given[0]), **_fresh(given[1]))
+            if not sent:
+                raise GradientCheckError(f"{name} sends nothing backward by accelerator.backward")
+            return sum(sent)
+
+        self._losses.append(again)
+        if not self._is_due and not self._is_sharded:
+            return
+        try:
+            if not can_run or self._topology.world > 1:
+                raise GradientCheckError(f"{name} takes its loss by itself, which cannot be compared")
+            self._judge([again])
+        except (GradientCheckError, ArchitectureError) as error:
+            self._go_over(error)
+        except (PadMinError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            words = f"{name} fails without its backward pass ({type(error).__name__}: {error}), so that it"
+            self._go_over(GradientCheckError(f"{words} cannot be compared"))
+
+    def _look_at_hooks(self, model: nn.Module) -> None:
+        if self._training.way != "joint":
+            return
+        try:
+            look_for_whole_steps(self._training.hooks, model, _modules(self._sites()))
+        except GradientHookError as error:
+            if self._topology.world > 1:  # which other ranks hear of otherwise
+                raise
+            self._go_over(error)
+
+    def _go_over(self, error: PadMinError) -> None:
+        """The rest of the step, and all that come, run as they came."""
+        assert self._ladder is not None
+        self._ladder.go_over(error)
+        self._is_due = self._first.is_due = False
+        self._training.to_audit([])  # the step has been counted
+
+    def _refuse_large(self, batches: Sequence[Any]) -> None:
+        """Before a window is trained on, on all ranks."""
+        if self._ladder is not None and self._training.room is not None and batches:
+            slots = max(map(slots_of, batches))
+            self._training.refuse_whole(int(self._topology.exchange([slots]).max()))
+
     # Losses, as the step takes them.
+
+    def _listening(self) -> AbstractContextManager[None]:
+        return replaced(self._trainer, compute_loss=self._hearing(self._trainer.compute_loss))
 
     def _hearing(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         """Every loss is checked, where that is due, before it is trained on, and its kind is noted."""
@@ -140,31 +255,50 @@ class WholeSteps:
         @wraps(compute_loss)
         def heard(*args: Any, **options: Any) -> Any:
             nonlocal is_nested
-            if is_nested or self._is_sharded:
-                result = compute_loss(*args, **options)
-                if not is_nested:
-                    self._training.hear(_loss_of(result))
-                return result
+            if is_nested or (self._ladder is not None and self._own_loss is not None):
+                return compute_loss(*args, **options)
             is_nested = True
             try:
-                given = _shallow(args), _shallow(options)
-
-                def again() -> Any:
-                    return _loss_of(compute_loss(*_fresh(given[0]), **_fresh(given[1])))
-
-                if len(self._losses) < _MOST_LOSSES:
-                    self._losses.append(again)
-                    if self._is_due:
-                        outcome = self._training.audited(lambda: self._check([again]))
-                        if self._first.is_due:
-                            self._first.heard(outcome)
-                result = compute_loss(*args, **options)
+                if not self._is_sharded:
+                    self._look(compute_loss, args, options)
+                if self._ladder is not None:
+                    self._ladder.heard()
+                with self._in_loss():
+                    result = compute_loss(*args, **options)
             finally:
                 is_nested = False
             self._training.hear(_loss_of(result))
             return result
 
         return heard
+
+    def _look(self, compute_loss: Callable[..., Any], args: Any, options: Any) -> None:
+        """Has a loss checked, where that is due, and keeps it for the end of the step."""
+        is_more = len(self._losses) >= _MOST_LOSSES
+        if self._training.way == "as it came" or (is_more and (self._ladder is None or not self._is_due)):
+            return
+        given = _shallow(args), _shallow(options)
+
+        def again() -> Any:
+            return _loss_of(compute_loss(*_fresh(given[0]), **_fresh(given[1])))
+
+        if not is_more:
+            self._losses.append(again)
+        if not self._is_due:
+            return
+        try:
+            self._judge([again])
+        except (GradientCheckError, ArchitectureError) as error:  # on all ranks
+            if self._ladder is None:
+                raise
+            self._go_over(error)
+
+    def _judge(self, losses: Sequence[Callable[[], Any]]) -> None:
+        outcome = self._training.audited(lambda: self._check(losses))
+        if self._ladder is not None and outcome is not None and outcome.final and not outcome.told:
+            raise GradientCheckError(outcome.words)
+        if self._first.is_due:
+            self._first.heard(outcome)
 
     def _settle(self, model: nn.Module) -> None:
         losses = list(self._losses)
@@ -197,7 +331,7 @@ class WholeSteps:
             outcomes.append(self._judged(found))
         worst = max(outcomes, key=lambda each: (not each.told, each.difference))
         kinds = frozenset().union(*(each.losses for each in outcomes))
-        if worst.notable:
+        if worst.notable and (worst.told or self._ladder is None):
             self._session.notices(worst.words, key=worst.words)
         return replace(worst, losses=kinds)
 
@@ -206,13 +340,21 @@ class WholeSteps:
 
         Not in the training step, which may run where their reduction waits for the end of a window.
         """
-        if not (self._is_sharded and batches):
+        self._refuse_large(batches)
+        if not (self._is_sharded and batches) or (self._ladder is not None and self._training.way != "joint"):
             return
         most = self._training.to_audit(batches)
         if most is None and not self._first.is_due:
             return
         if self._topology.kind == "sharded":
-            outcome = self._training.audited(lambda: self._check_shards(batches[most or 0], num_items_in_batch))
+            try:
+                outcome = self._training.audited(lambda: self._check_shards(batches[most or 0], num_items_in_batch))
+            except GradientCheckError as error:
+                if self._ladder is None:
+                    raise
+                self._training.slots = max(map(slots_of, batches))
+                self._go_over(error)
+                return
             self._first.heard(outcome)
             return
         self._first.is_due = False
@@ -274,7 +416,9 @@ class WholeSteps:
     def _chunked(
         self, sites: Mapping[str, nn.Module | CallSite], *, anew: bool = False
     ) -> AbstractContextManager[Calls]:
-        return chunked(sites, self._config, self._exchange, kept=self._forwards, anew=anew)
+        # Where a way was asked for, what cannot be had is an error.
+        tell = None if self._ladder is None else self._session.notices
+        return chunked(sites, self._config, self._exchange, kept=self._forwards, tell=tell, anew=anew)
 
     def _judged(self, found: Apart) -> Outcome:
         part, words = self._words.part, self._words

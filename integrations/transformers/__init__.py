@@ -2,6 +2,7 @@
 
 mixin    the class; it hands everything on to an engine
 engine   plans, checks, and the passes of a step
+auto     from one way of running batches to the next
 joint    steps as stock, with calls of models in chunks
 support  what is refused, and the Trainer's methods, compared with those that were checked
 """

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 try:
     import transformers
@@ -21,10 +21,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.errors import GradientCheckError, GradientHookError, PeerError, TrainingStepError
+from lightning_padmin.errors import (
+    GradientCheckError,
+    GradientHookError,
+    PadMinError,
+    PeerError,
+    TrainingStepError,
+)
 from lightning_padmin.integrations.common import (
     MOST_BATCHES,
     Advice,
+    BeforeStep,
     FirstBatches,
     OneLoss,
     Outcome,
@@ -42,8 +49,16 @@ from lightning_padmin.integrations.common import (
     replaced,
     topology_of,
 )
+from lightning_padmin.integrations.transformers.auto import Auto, Window
+from lightning_padmin.integrations.transformers.joint import refuse_unsupported as refuse_joint
 from lightning_padmin.integrations.transformers.joint import whole_steps
-from lightning_padmin.integrations.transformers.support import refuse_unsupported, why_not_packed
+from lightning_padmin.integrations.transformers.support import (
+    JOINT,
+    SPLIT,
+    known_before,
+    refuse_unsupported,
+    why_not_packed,
+)
 from lightning_padmin.microbatching import (
     MemoryGuard,
     MicroBatch,
@@ -91,6 +106,7 @@ class _Share(dict[str, Any]):
 
     def __init__(self, batch: Any, chunks: MicroBatches, indices: range, guard: MemoryGuard) -> None:
         super().__init__(batch)
+        self.source = batch
         self.chunks, self.indices, self.guard, self.has_run = chunks, indices, guard, False
         self._came = [(name, each, getattr(each, "_version", 0)) for name, each in self.items()]
 
@@ -100,6 +116,22 @@ class _Share(dict[str, Any]):
         return len(self) == len(self._came) and all(
             self.get(name) is each and getattr(each, "_version", 0) == version for name, each, version in self._came
         )
+
+
+class _Parts(NamedTuple):
+    """The chunks that a step runs: of a batch, or of a window.
+
+    Attributes:
+        chunks: all of them.
+        indices: those of this step.
+        guard: what stands around their passes.
+        sums: whether the loss is a sum over the number of targets of the window.
+    """
+
+    chunks: MicroBatches
+    indices: range
+    guard: MemoryGuard
+    sums: bool
 
 
 class Engine:
@@ -124,7 +156,12 @@ class Engine:
         self._first, self._means_have_told = FirstBatches(config.check != "off"), config.check == "off"
         self._as_stock = self._gives_up = False  # whether this window, and all that come, run as they came
         self._dealt = self._lost = 0  # batches whose rows were regrouped, targets that were subtracted
-        self._whole: WholeSteps | None = None  # what runs steps in joint mode
+        self._joint: WholeSteps | None = None  # what runs steps in joint mode
+        self._auto: Auto | None = None
+        self._window: Window | None = None  # whose rows were dealt over its steps
+        self._before: BeforeStep | None = None  # while a step runs that may have to go another way
+        self._has_looked = False  # whether this window was checked
+        self._logged = set[str]()  # names that the loss has logged in a check
         self._topology = topology_of(trainer)
         self._session = Session("PadMinTrainerMixin", config, is_main=lambda: trainer.accelerator.is_main_process)
         self._session.announce()
@@ -135,20 +172,39 @@ class Engine:
         trainer, model = self._trainer, self._trainer.model
         _check_signatures()
         refuse_unsupported(trainer, self.config)
-        is_joint = self.config.mode == "joint"
+        is_joint, is_auto = self.config.mode == "joint", self.config.mode == "auto"
+        if is_joint:
+            refuse_joint(trainer, self.config)
+        known = known_before(trainer) if is_auto else []
         self._training = Training(
             self._session,
             model,
             self._topology,
-            fix_of_hooks=lambda: _FIX_OF_HOOKS if self._whole is None else _FIX_OF_HOOKS_IN_CHUNKS,
+            fix_of_hooks=lambda: _FIX_OF_HOOKS if self._is_split else _FIX_OF_HOOKS_IN_CHUNKS,
             check=self._look_at_hooks,
-            tolerate={"batch-norm", "balance-loss"} if is_joint else {"batch-norm"},
+            tolerate=JOINT if is_joint or known else SPLIT,
         )
         self._session.audits.prove_in(trainer.args.output_dir)
         if is_joint:
-            self._run_joint()
+            self._joint = whole_steps(trainer, self._session, self._training)
+            self._training.way = "joint"
             return
-        self._training.look()
+        if is_auto:
+            self._auto = Auto(trainer, self._session, self._training, known)
+        self._look_at_first_hooks()
+        if self._is_split:
+            self._set_up_to_split()
+
+    def _look_at_first_hooks(self) -> None:
+        try:
+            self._training.look()
+        except GradientHookError as error:
+            if self._auto is None:
+                raise
+            self._auto.begin_at("joint", error)
+
+    def _set_up_to_split(self) -> None:
+        trainer, model = self._trainer, self._trainer.model
         self._losses = OneLoss(type(trainer), _FIX_OF_STEPS)
         self._training.findings.refuse()
         sources = (getattr(trainer, "processing_class", None), getattr(model, "config", None))
@@ -167,10 +223,9 @@ class Engine:
         summed = replace(self.config, loss_reduction="sum")
         self._pooling = self._training.batcher(summed, subtracts_lost=self._subtracts_lost)
 
-    def _run_joint(self) -> None:
-        """Steps run whole from now on, with calls of models in chunks."""
-        self._whole = whole_steps(self._trainer, self._session, self._training)
-        self._training.way = "joint"
+    @property
+    def _is_split(self) -> bool:
+        return self._joint is None and (self._auto is None or self._auto.is_split)
 
     def _look_at_hooks(self, training: Training) -> None:
         """Those that are new, as the ones of an optimizer that `train` has made; the model may be another by then."""
@@ -183,9 +238,11 @@ class Engine:
     def training(self) -> Iterator[None]:
         """Around a training, in which ranks hear why another one has ended."""
         self._session.kept.begin()
+        if self._auto is not None:
+            self._auto.begin()
         with self._session.telling_others(), ExitStack() as stack:
-            if self._whole is not None:  # around steps of classes in front of the mixin, too
-                step = self.step_in_place_of(self._trainer.training_step)
+            if self._joint is not None or self._auto is not None:  # around steps of classes in front of the mixin, too
+                step = self._in_front(self._trainer.training_step)
                 stack.enter_context(replaced(self._trainer, training_step=step))
             yield
 
@@ -198,13 +255,33 @@ class Engine:
 
     def window(self, batches: list[Any], num_items: Any) -> tuple[list[Any], Any]:
         """The stock batches of a window and the number of its targets, each with the chunks that its step will run."""
-        self._dealt = 0
-        if self._whole is not None:
-            self._whole.before_window(batches, num_items)
+        self._dealt, self._window = 0, None
+        if not self.config.enabled or not batches:
             return batches, num_items
-        if not self.config.enabled or not batches or num_items is None:
+        if self._joint is not None:
+            self._joint.before_window(batches, num_items)
             return batches, num_items
-        self._as_stock, self._lost = False, 0
+        if self._auto is None:
+            return self._split_window(batches, num_items)
+        # What a step in front hands on is not known yet.
+        by = None if not self._is_split or has_step_in_front(self._trainer) else self._batcher_of(num_items)
+        self._auto.batches = batches
+        self._auto.first_window(None if by is None else by.read)
+        if self._is_split:
+            try:
+                return self._split_window(batches, num_items)
+            except PadMinError as error:
+                self._auto.go_over(error)
+        self._auto.whole.before_window(batches, num_items)
+        return batches, num_items
+
+    def _batcher_of(self, num_items: Any) -> MicroBatcher:
+        return self._batcher if num_items is None or self.pools is False else self._pooling
+
+    def _split_window(self, batches: list[Any], num_items: Any) -> tuple[list[Any], Any]:
+        if num_items is None:
+            return batches, num_items
+        self._as_stock, self._lost, self._has_looked = False, 0, False
         if has_step_in_front(self._trainer):  # what it hands on is not known yet
             return batches, self._without_lost_of(batches, num_items)
         self._look_at_reduction(batches, num_items)
@@ -212,9 +289,14 @@ class Engine:
             return batches, num_items
         self._prove(batches, num_items, self._pooling)
         chunks = self._training.prepare_window(batches, by=self._pooling, min_micro_batches=len(batches))
-        self._audit(chunks, num_items, self._pooling)
+        if self._first.is_due and not self._has_looked:
+            self._check((chunks.source, chunks.schema, chunks.table), num_items, self._pooling)
+        else:
+            self._audit(chunks, num_items, self._pooling)
         self._look_at_first_labels(chunks, num_items, self._pooling)
         guard = self._training.guard(chunks)
+        meter = self._session.meter
+        self._window = Window(batches, num_items, (meter.total, meter.unlogged))
         num_items = self._without_lost(num_items, chunks, batches)
         count, self._dealt = len(batches), len(batches)
         parts = [range(k * len(chunks) // count, (k + 1) * len(chunks) // count) for k in range(count)]
@@ -251,50 +333,131 @@ class Engine:
 
     def step_in_place_of(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`training_step`, which does forward and backward passes of its chunks."""
-        if self._whole is not None:
-            return self._whole.in_place_of(stock)
-        return partial(self._step, stock) if self.config.enabled else stock
+        if self._joint is not None:
+            return self._joint.in_place_of(stock)
+        if not self.config.enabled:
+            return stock
+        return partial(self._step if self._auto is None else self._step_of_auto, stock)
+
+    def _in_front(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The Trainer's step, with those of classes in front of the mixin, which are one where steps stay whole."""
+        if self._joint is not None:
+            return self._joint.in_place_of(own)
+
+        @wraps(own)
+        def training_step(model: Any, inputs: Any, *args: Any, **options: Any) -> Tensor:
+            step = own if self._is_split else partial(self._step_of_whole, own)
+            return step(model, inputs, *args, **options)
+
+        training_step.padmin_stands_for = own  # type: ignore[attr-defined]
+        return training_step
 
     def _step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items: Any) -> Tensor:
+        parts = self._parts(model, inputs, num_items)
+        if parts is None:
+            return stock(model, inputs, self._of_stock(num_items))
+        return self._run(stock, model, parts, num_items)
+
+    def _of_stock(self, num_items: Any) -> Any:
+        """The Trainer's own number of targets."""
+        return num_items + self._lost if num_items is not None and self._lost else num_items
+
+    def _parts(self, model: Any, inputs: Any, num_items: Any) -> _Parts | None:
+        """The chunks of a step, checked; None: it runs as stock."""
         if num_items is not None and self.pools is None and not self._as_stock:
             self._look_at_reduction([inputs], num_items)
         if self._as_stock:
-            lost = self._lost if num_items is not None else 0
-            return stock(model, inputs, num_items + lost if lost else num_items)
+            return None
         model.train()
         refuse_batch_statistics(model)
         sums = bool(self.pools) and num_items is not None
         batcher = self._pooling if sums else self._batcher
         if self._dealt:
             self._refuse_changed(model, inputs)
-            chunks, indices, guard = inputs.chunks, inputs.indices, inputs.guard
-        else:
-            self._prove([inputs], num_items, batcher)
-            chunks = self._training.prepare(inputs, by=batcher)
-            indices, guard = range(len(chunks)), self._training.guard(chunks)
-            self._session.count(chunks.stats)
+            return _Parts(inputs.chunks, inputs.indices, inputs.guard, sums)
+        self._prove([inputs], num_items, batcher)
+        chunks = self._training.prepare(inputs, by=batcher)
+        guard = self._training.guard(chunks)
         if self.pools and not sums:
             self._check_means(inputs)
         if self._first.is_due:
             self._check(batcher.read_made_together(lambda: dict(inputs)), num_items, batcher)
-        elif not self._dealt:
+        else:
             self._audit(chunks, num_items, batcher)
-        if not self._dealt:
-            self._look_at_first_labels(chunks, num_items, batcher)
-        return self._run(stock, model, chunks, indices, guard, num_items, sums)
+        self._look_at_first_labels(chunks, num_items, batcher)
+        self._session.count(chunks.stats)
+        return _Parts(chunks, range(len(chunks)), guard, sums)
+
+    # A step that may go another way.
+
+    def _step_of_auto(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items: Any) -> Any:
+        auto, meter = self._auto, self._session.meter
+        assert auto is not None
+        if not self._is_split:
+            return self._step_of_whole(stock, model, inputs, num_items)
+        if self._window is None:
+            auto.batches = [inputs]
+        auto.first_window(None)  # should nobody have asked for it
+        window, counted = self._window, (meter.total, meter.unlogged)
+        try:
+            parts = self._parts(model, inputs, num_items)
+        except PadMinError as error:
+            if self._dealt or self._lost:  # a part of the window has run, or has been told another number of targets
+                raise
+            auto.go_over(error)
+            return self._step_of_whole(stock, model, inputs, num_items)
+        if parts is None:
+            return stock(model, inputs, self._of_stock(num_items))
+        auto.ladder.heard()
+        start = None if window is None else window.start
+        try:
+            with (
+                auto.watching(self._trainer.accelerator.unwrap_model(model), start) as self._before,
+                auto.logs_of_parts(len(parts.chunks), self._before is not None),
+            ):
+                if window is not None:
+                    window.start = self._before
+                loss = self._run(stock, model, parts, num_items)
+        except Exception as error:
+            before, reason = self._before, auto.reason_of(error, len(parts.chunks))
+            if before is None or reason is None or self._lost or not before.can_be_had_back:
+                raise
+            before.restore()
+            auto.go_over(reason)
+            meter.total, meter.unlogged = counted if window is None else window.before
+            return self._from_beginning(stock, model, inputs, num_items)
+        finally:
+            self._before = None
+        if window is not None:
+            window.sent.append(loss.detach())
+        return loss
+
+    def _from_beginning(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items: Any) -> Any:
+        """A batch that was to be split; where rows of its window were dealt, with the batches before it."""
+        window = self._window
+        if window is None:
+            return self._step_of_whole(stock, model, inputs, num_items)
+        batches = window.batches[: len(window.sent) + 1]
+        losses = [self._step_of_whole(stock, model, batch, window.num_items) for batch in batches]
+        return sum(losses) - sum(window.sent)  # the Trainer adds up what steps return
+
+    def _step_of_whole(self, stock: Callable[..., Tensor], model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        assert self._auto is not None
+        step = self._auto.whole.in_place_of(stock)
+        if isinstance(inputs, _Share) and self._window is not None:  # whose rows were dealt
+            return step(model, inputs.source if inputs.is_as_it_came else dict(inputs), self._window.num_items)
+        return step(model, inputs, *args, **options)
 
     def _run(
         self,
         stock: Callable[..., Tensor],
         model: Any,
-        chunks: MicroBatches,
-        indices: range,
-        guard: MemoryGuard,
+        parts: _Parts,
         num_items: Any,
-        sums: bool,
     ) -> Tensor:
         """Forward and backward passes of the chunks of one step."""
         total: Any = 0.0
+        chunks, indices, guard, sums = parts
         accelerator = self._trainer.accelerator
         own = accelerator.unwrap_model(model)
         # Where other processes write into gradients, what a step of the user's does with them cannot be told.
@@ -310,6 +473,8 @@ class Engine:
                         guard.forward_is_done(k)
                         if micro.has_loss and not micro.is_dummy:
                             self._training.hear(loss, micro.rows)
+                        if self._before is not None:
+                            self._before.heed(self._training.hears_news)
 
                     with (
                         self._losses.chunk(own, is_part and (alone or k != indices[-1])),
@@ -418,10 +583,13 @@ class Engine:
 
     def _check(self, read: Read, num_items: Any, batcher: MicroBatcher, *, is_trial: bool = False) -> Outcome | None:
         """Gradients of a few rows through the Trainer's own `compute_loss`, un-split and split."""
+        self._has_looked = True
         outcome = self._training.audited(
             lambda: self._gradients(read, num_items, batcher.config, may_stay_untold=is_trial), is_trial=is_trial
         )
         self._first.heard(outcome)
+        if self._auto is not None:
+            self._auto.refuse_logs(self._logged)
         if outcome is not None and outcome.notable and outcome.told:
             self._say(outcome.words)
         return outcome
@@ -496,6 +664,7 @@ class Engine:
         own = accelerator.unwrap_model(model)
         if self._topology.kind != "sharded":
             model = own  # DistributedDataParallel would take a call of its wrapper for a step
+        self._logged = set()
         return check_step(
             trainer,
             self._topology,
@@ -503,6 +672,7 @@ class Engine:
             read,
             config,
             own,
+            said=self._logged,
             is_half=accelerator.mixed_precision not in ("no", None),
             packs=packs,
             first_labels=first_labels,

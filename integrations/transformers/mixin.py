@@ -8,7 +8,8 @@ transformers take it), every partition of the window's rows is exact: they are p
 the same number of steps. Where it is a mean over each batch, each batch is split by itself.
 
 With `mode="joint"` every step runs as stock, on whole batches, and calls of models inside of it run in chunks: for
-losses that couple rows, for batches of any shape, and for steps that do more than one pass.
+losses that couple rows, for batches of any shape, and for steps that do more than one pass. With `mode="auto"`, the
+default, that is what happens where splitting would change training, or else steps run as they came.
 
 The mixin only passes calls on to `engine.Engine`, which it keeps in one attribute.
 """

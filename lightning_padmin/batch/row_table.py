@@ -299,7 +299,7 @@ def _validate(
         if path is None:
             continue
         if table[f"{axis}_malformed"].any():
-            raise BatchError(
+            raise BatchError.undeclared(
                 f"{path!r} has negative values (row {_first(table[f'{axis}_malformed'])}): expected a mask that is "
                 "nonzero on real tokens, not an additive one"
             )
@@ -318,7 +318,7 @@ def _validate(
     for path in _other_masks(schema) if other_masks is not None else ():
         flags = table.get(f"other {path}")
         if flags is not None and flags.any():
-            raise BatchError(
+            raise BatchError.undeclared(
                 f"{path!r} is set on {int(flags.sum())} slots that are padding by {schema.mask!r} (first in row "
                 f"{_first(flags)}), and trimming would drop them. It looks like the mask of another sequence: declare "
                 f"batch_schema={{{(path.rpartition('.')[0] or path)!r}: 'row'}}, so that it goes with its rows as it is"
@@ -334,7 +334,7 @@ def _validate(
             "loss_reduction='sum'"
         )
     if loss_reduction == "token-mean" and schema.labels is None and schema.loss_mask is None:
-        raise BatchError(
+        raise BatchError.undeclared(
             "loss_reduction='token-mean' counts loss tokens, but the batch has no labels: name their entry in "
             f"labels_key; if every attended token carries loss, set loss_mask_key={schema.mask!r}. Change "
             "loss_reduction only if the loss is reduced that way ('row-mean', 'sum' or a function batch -> weights)"
@@ -342,7 +342,7 @@ def _validate(
     for path, entry in schema.fields.items():
         if entry.kind == "column" and (table[f"column {path}"] >= 0).any():
             row = int(np.flatnonzero(table[f"column {path}"] >= 0)[0])
-            raise BatchError(
+            raise BatchError.undeclared(
                 f"{path!r} of row {row} is {int(table[f'column {path}'][row])}, and that row begins at column "
                 f"{int(table[f'{entry.axis}_start'][row])}: it points at padding, which is removed. Give columns of "
                 f"the padded batch; if its values are no columns, declare batch_schema={{{path!r}: 'row'}}"

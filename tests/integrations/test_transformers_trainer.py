@@ -303,7 +303,7 @@ def test_mixed_precision() -> None:
     [
         ({}, {"mode": "replay"}, "mode='replay': PadMinTrainerMixin knows 'split' and 'joint'"),
         ({}, {"normalize": "global"}, "average_tokens_across_devices"),
-        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1"),
+        ({"label_smoothing_factor": 0.1}, {"mode": "split"}, "label_smoothing_factor=0.1"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], config: dict[str, Any], told: str) -> None:

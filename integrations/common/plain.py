@@ -1,0 +1,62 @@
+"""Batches that nobody has given roles, as collators of trainers make them: how large they are, and what of it is real.
+
+What tells is a mask by its name, else token ids, wherever they lie: `attention_mask`, `anchor_attention_mask`,
+`input_ids_chosen`, (rows, choices, positions).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_padmin.batch import iter_leaves, last_part
+from lightning_padmin.errors import SchemaError
+from lightning_padmin.stats import PaddingStats
+
+
+def slots_of(batch: Any) -> int:
+    """Rows x positions of a batch, by its shapes: of its masks, else of its token ids, else of its largest entry."""
+    leaves = _leaves(batch)
+    told, _ = _telling(leaves)
+    if told:
+        return sum(each.numel() for each in told)
+    return max((each.shape[0] * each.shape[1] for each in leaves.values() if each.ndim > 1), default=0)
+
+
+def plain_stats(batch: Any) -> PaddingStats:
+    """What such a batch costs as it came; where it has no mask, all of it counts as real."""
+    told, are_masks = _telling(_leaves(batch))
+    if not told:
+        return PaddingStats(batches=1, micro_batches=1, slots_before=slots_of(batch), slots=slots_of(batch))
+    slots = sum(each.numel() for each in told)
+    lengths = [(each != 0).sum(-1) if are_masks else each.new_full(each.shape[:-1], each.shape[-1]) for each in told]
+    return PaddingStats(
+        batches=1,
+        rows=len(told[0]),
+        real_tokens=sum(int(each.sum()) for each in lengths),
+        slots_before=slots,
+        slots=slots,
+        micro_batches=1,
+        longest_row=max(int(each.max()) for each in lengths),
+    )
+
+
+def _leaves(batch: Any) -> dict[str, Tensor]:
+    try:
+        return {path: leaf for path, leaf in iter_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel()}
+    except SchemaError:  # of a kind that nobody can look into
+        return {}
+
+
+def _telling(leaves: dict[str, Tensor]) -> tuple[list[Tensor], bool]:
+    """Masks, or else token ids, and whether they are masks."""
+    for word in ("attention_mask", "input_ids"):
+        # A mask of four dimensions says which pairs attend, and lies beside one that says what is padding.
+        told = [leaf for path, leaf in leaves.items() if word in last_part(path) and leaf.ndim in (2, 3)]
+        if told:
+            return told, word == "attention_mask"
+    return [], False
+
+
+__all__ = ["plain_stats", "slots_of"]
