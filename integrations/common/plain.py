@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_padmin.batch import iter_leaves, last_part
+from lightning_padmin.batch import iter_leaves, last_part, map_leaves
 from lightning_padmin.errors import SchemaError
 from lightning_padmin.stats import PaddingStats
 
@@ -42,6 +43,30 @@ def plain_stats(batch: Any) -> PaddingStats:
     )
 
 
+def len_of(batch: Any) -> int:
+    """Rows of a batch all of whose entries have as many; 0 where they have not, or there are none."""
+    sizes = {leaf.shape[0] for leaf in _leaves(batch).values() if leaf.ndim}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def few_rows(batch: Any, number: int) -> Any:
+    """So many rows from all over a batch of `len_of` rows.
+
+    Args:
+        batch: it is only read.
+        number: of rows.
+    """
+    count = len_of(batch)
+    rows = torch.linspace(0, count - 1, number).round().long()
+
+    def cut(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf[rows.to(leaf.device)]
+        return [leaf[row] for row in rows.tolist()] if isinstance(leaf, list) and len(leaf) == count else leaf
+
+    return map_leaves(batch, cut)
+
+
 def _leaves(batch: Any) -> dict[str, Tensor]:
     try:
         return {path: leaf for path, leaf in iter_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel()}
@@ -59,4 +84,4 @@ def _telling(leaves: dict[str, Tensor]) -> tuple[list[Tensor], bool]:
     return [], False
 
 
-__all__ = ["plain_stats", "slots_of"]
+__all__ = ["few_rows", "len_of", "plain_stats", "slots_of"]

@@ -156,6 +156,11 @@ class Training:
         """Whether they do not keep their activations, in the batch that was read last."""
         return self.way == "replay"
 
+    def decide_by_size(self) -> None:
+        """Whether a batch of so many `slots` is replayed, where that is found out batch by batch."""
+        if self.keeps is not None and self.is_in_chunks:
+            self.way = "replay" if self.slots > self.keeps else "joint"
+
     def go_over(self, way: str) -> None:
         """The batch that is about to run, and all that come, go another way; checks begin anew."""
         self._way, self._has_begun = way, True  # the batch is read again, and is one step
@@ -314,8 +319,7 @@ class Training:
         """
         self.slots = table.slots
         self.refuse_whole(table.slots)
-        if self.keeps is not None and self.is_in_chunks:
-            self.way = "replay" if table.slots > self.keeps else "joint"
+        self.decide_by_size()
         if self.ledger is None or self.way == "as it came":
             return False
         rows = row_facets(leaves, schema, table, self.values)

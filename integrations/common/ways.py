@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lightning_padmin.batch import RowTable
-from lightning_padmin.errors import BatchError, GradientCheckError, PadMinError
+from lightning_padmin.errors import BatchError, PadMinError
 from lightning_padmin.integrations.common.topology import has_static_graph
 from lightning_padmin.integrations.common.training import Training
 from lightning_padmin.microbatching import MicroBatch
@@ -63,7 +63,7 @@ class Ladder:
         # Under sharding a chunk that runs again would gather parameters in the middle of the backward pass.
         self._may_replay = may_replay and training.topology.kind in ("single", "ddp")
         self._has_run, training.may_go_over = False, bool(ways)
-        if self._ways and self._rung not in self._ways:  # a checkpoint's, of a module that had other models
+        if self._ways and self.rung not in self._ways:  # a checkpoint's, of a module that had other models
             training.way = self._ways[0]
         self._bound()
 
@@ -75,11 +75,12 @@ class Ladder:
     @property
     def left(self) -> list[Way]:
         """The ways after this one."""
-        now = self._rung
+        now = self.rung
         return self._ways[self._ways.index(now) + 1 :] if now in self._ways else []
 
     @property
-    def _rung(self) -> Any:
+    def rung(self) -> Any:
+        """The same among the ways that there are: a batch that is replayed is one that goes jointly."""
         return "joint" if self.now == "replay" else self.now
 
     @property
@@ -111,7 +112,7 @@ class Ladder:
             raise of_step or _further(error, f"mode='auto' keeps the way of the first batch here ({kept})")
         training, way = self._training, self.left[0]
         slots = int(training.topology.exchange([training.slots]).max())
-        if self._budget is not None and slots > self._budget and not self._replays(way):
+        if self._budget is not None and slots > self._budget and not self.replays(way):
             raise of_step or too_large(error, slots, self._budget)
         self._because(reason_of(error))
         training.go_over(way)
@@ -132,20 +133,21 @@ class Ladder:
         raise BatchError(
             f"{words}. Batches stay whole, since otherwise training would change: {'; '.join(self._why)}. This one has "
             f"{slots:,} slots, and that call takes the memory of all of them, more than token_budget={self._budget} "
-            "allows: set token_budget={slots} or None, if it fits, as it does where it "
-            "trained without padmin; or make batches smaller"
+            f"allows: set token_budget={slots} or None, if it fits, as it does where it trained without padmin; or "
+            "make batches smaller"
         )
 
     def _because(self, reason: str) -> None:
         self._reasons.append(reason)
         self._why.append(reason)
 
-    def _replays(self, way: str) -> bool:
+    def replays(self, way: str) -> bool:
+        """Whether larger batches that go this way are replayed."""
         return way == "joint" and self._may_replay
 
     def _bound(self) -> None:
         is_bounded = bool(self._ways) and self.now != "split"
-        replays = self._replays(self._rung)
+        replays = self.replays(self.rung)
         self._training.room = self._budget if is_bounded and not replays else None
         self._training.keeps = self._budget if is_bounded and replays else None
 
@@ -264,8 +266,7 @@ def reason_of(error: PadMinError) -> str:
 
 
 def _further(error: PadMinError, words: str) -> PadMinError:
-    made = type(error)(f"{str(error).rstrip('.')}. {words}")
-    return made if isinstance(made, GradientCheckError) else error
+    return type(error)(f"{str(error).rstrip('.')}. {words}")
 
 
 __all__ = ["BeforeStep", "Ladder", "Way", "Whole", "reason_of", "stats_as_it_came", "too_large", "why_way_is_kept"]

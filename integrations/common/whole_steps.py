@@ -34,7 +34,7 @@ from lightning_padmin.errors import (
 )
 from lightning_padmin.forward import Calls, CallSite, Forwards, call_sites, chunked
 from lightning_padmin.integrations.common.first_batch import FirstBatches
-from lightning_padmin.integrations.common.plain import plain_stats, slots_of
+from lightning_padmin.integrations.common.plain import few_rows, len_of, plain_stats, slots_of
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.topology import Topology, un_reduced
 from lightning_padmin.integrations.common.trainers import look_for_whole_steps, untouched_trainer
@@ -46,6 +46,7 @@ from lightning_padmin.stats import PaddingStats
 from lightning_padmin.verification import Outcome
 
 _MOST_LOSSES = 4  # of one step that are compared
+_FEWEST_ROWS = 4  # in a check of a batch that is replayed: two pairs
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,9 @@ class WholeSteps:
 
     def _step(self, stock: Callable[..., Any], model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         own, is_mapping = self._unwrapped(model), isinstance(inputs, Mapping)
+        self._training.slots = slots_of(inputs)
+        self._training.decide_by_size()
         if self._ladder is not None:
-            self._training.slots = slots_of(inputs)
             self._look_at_hooks(own)
         else:
             look_for_whole_steps(self._training.hooks, own, _modules(self._sites()))
@@ -167,7 +169,7 @@ class WholeSteps:
     @contextmanager
     def _in_loss(self) -> Iterator[None]:
         """A loss that was compared; where another way may follow, its calls are the only ones that run in chunks."""
-        if self._ladder is None or self._training.way != "joint":
+        if self._ladder is None or not self._training.is_in_chunks:
             yield
             return
         with self._chunked(self._sites()) as calls:
@@ -192,7 +194,7 @@ class WholeSteps:
     def _look_at_step(self, step: Callable[..., Any], model: Any, args: Any, options: Any) -> None:
         """Has a step that asks nobody for its loss checked, where that is due, by what it would send backward."""
         assert self._own_loss is not None
-        if self._training.way != "joint":
+        if not self._training.is_in_chunks:
             return
         name, can_run = self._own_loss
         given, accelerator = (_shallow(args), _shallow(options)), self._trainer.accelerator
@@ -221,7 +223,7 @@ class WholeSteps:
             self._go_over(GradientCheckError(f"{words} cannot be compared"))
 
     def _look_at_hooks(self, model: nn.Module) -> None:
-        if self._training.way != "joint":
+        if not self._training.is_in_chunks:
             return
         try:
             look_for_whole_steps(self._training.hooks, model, _modules(self._sites()))
@@ -277,7 +279,7 @@ class WholeSteps:
         is_more = len(self._losses) >= _MOST_LOSSES
         if self._training.way == "as it came" or (is_more and (self._ladder is None or not self._is_due)):
             return
-        given = _shallow(args), _shallow(options)
+        given = self._within_budget(_shallow(args), _shallow(options))
 
         def again() -> Any:
             return _loss_of(compute_loss(*_fresh(given[0]), **_fresh(given[1])))
@@ -292,6 +294,20 @@ class WholeSteps:
             if self._ladder is None:
                 raise
             self._go_over(error)
+
+    def _within_budget(self, args: Any, options: Any) -> tuple[Any, Any]:
+        """Arguments of a loss for a check: of batches that are replayed no more rows than the budget holds, or four."""
+        may_replay = self._training.keeps is not None or self._session.config.mode == "replay"
+        if not self._is_due or not may_replay:
+            return args, options
+        inputs = args[1] if len(args) > 1 else options.get("inputs")
+        number = len_of(inputs)
+        if self._training.replays and number:
+            fitting = (self._config.token_budget or self._training.slots) * number // max(self._training.slots, 1)
+            number = min(number, max(_FEWEST_ROWS, fitting - fitting % 2))
+        number = int(self._topology.exchange([number]).min())  # losses may gather what ranks compute
+        few = few_rows(inputs, number) if 0 < number < len_of(inputs) else inputs
+        return ((args[0], few, *args[2:]), options) if len(args) > 1 else (args, options | {"inputs": few})
 
     def _judge(self, losses: Sequence[Callable[[], Any]]) -> None:
         outcome = self._training.audited(lambda: self._check(losses))
@@ -341,7 +357,7 @@ class WholeSteps:
         Not in the training step, which may run where their reduction waits for the end of a window.
         """
         self._refuse_large(batches)
-        if not (self._is_sharded and batches) or (self._ladder is not None and self._training.way != "joint"):
+        if not (self._is_sharded and batches) or (self._ladder is not None and not self._training.is_in_chunks):
             return
         most = self._training.to_audit(batches)
         if most is None and not self._first.is_due:
@@ -417,8 +433,10 @@ class WholeSteps:
         self, sites: Mapping[str, nn.Module | CallSite], *, anew: bool = False
     ) -> AbstractContextManager[Calls]:
         # Where a way was asked for, what cannot be had is an error.
-        tell = None if self._ladder is None else self._session.notices
-        return chunked(sites, self._config, self._exchange, kept=self._forwards, tell=tell, anew=anew)
+        replays, tell = self._training.replays, None
+        if self._ladder is not None:
+            tell = self._ladder.refuses_left if replays else self._session.notices
+        return chunked(sites, self._config, self._exchange, None, self._forwards, tell, anew, replays)
 
     def _judged(self, found: Apart) -> Outcome:
         part, words = self._words.part, self._words

@@ -128,8 +128,10 @@ class Auto:
         if self._ladder is not None:
             return
         training, ways, budget = self._training, self._ways, self._session.config.token_budget
-        self._ladder = Ladder(training, ways, budget, lambda: why_way_is_kept(self._trainer.model_wrapped))
-        now: Any = self._ladder.now
+        self._ladder = Ladder(
+            training, ways, budget, lambda: why_way_is_kept(self._trainer.model_wrapped), may_replay=True
+        )
+        now: Any = self._ladder.rung
         place, why = max(ways.index(now), ways.index(self.least)), self._known
         if ways[place] == "split":
             why = self._why_not_split(read)
@@ -140,7 +142,7 @@ class Auto:
         if why is None or ways[place] == now:
             return
         slots = int(told[:, 1].max())
-        if budget is not None and slots > budget:
+        if budget is not None and slots > budget and not self._ladder.replays(ways[place]):
             self._ladder = None
             raise too_large(why, slots, budget)
         self._ladder.begin(ways[place], reason_of(why))

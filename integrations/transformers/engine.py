@@ -172,7 +172,7 @@ class Engine:
         trainer, model = self._trainer, self._trainer.model
         _check_signatures()
         refuse_unsupported(trainer, self.config)
-        is_joint, is_auto = self.config.mode == "joint", self.config.mode == "auto"
+        is_joint, is_auto = self.config.mode in ("joint", "replay"), self.config.mode == "auto"
         if is_joint:
             refuse_joint(trainer, self.config)
         known = known_before(trainer) if is_auto else []
@@ -187,7 +187,7 @@ class Engine:
         self._session.audits.prove_in(trainer.args.output_dir)
         if is_joint:
             self._joint = whole_steps(trainer, self._session, self._training)
-            self._training.way = "joint"
+            self._training.way = self.config.mode
             return
         if is_auto:
             self._auto = Auto(trainer, self._session, self._training, known)

@@ -28,8 +28,12 @@ def refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
     if config.mode != "auto":
         refuse_noise_of(trainer)
     refuse_data_parallel(trainer)
-    if config.mode == "replay":
-        raise ConfigError("mode='replay': PadMinTrainerMixin knows 'split' and 'joint'. Set one of them, or 'auto'")
+    kind = trainer.accelerator.distributed_type.value
+    if config.mode == "replay" and kind in ("FSDP", "DEEPSPEED"):
+        raise ConfigError(
+            f"mode='replay' under {kind}: chunks that run again would gather parameters in the middle of the backward "
+            "pass, which was not tried. Use mode='joint'"
+        )
     if config.normalize != "rank":
         raise ConfigError("normalize='global' is the Trainer's own average_tokens_across_devices: set that")
     why = _why_not_split(trainer) if config.mode == "split" else None

@@ -21,7 +21,6 @@ from lightning_padmin.errors import (
     ConfigError,
     GradientCheckError,
     PadMinWarning,
-    SchemaError,
     TrainingStepError,
 )
 
@@ -108,9 +107,9 @@ def test_a_term_that_comes_later(window: int) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_it_is_trained_on() -> None:
-    small = replace(AUTO, token_budget=64)
+    small, (kind, collator) = replace(UNDECLARED, token_budget=64), cases.QUESTIONS
     with pytest.raises(GradientCheckError, match=r"slots takes more memory than token_budget=64 allows: set token_bud"):
-        cases.train(cases.Flooding, padmin=small)
+        cases.train(None, lambda: cases.bert(kind), padmin=small, collator=collator)
     with pytest.raises(GradientCheckError, match=r"Run the model in chunks with mode='joint'"):
         cases.train(cases.Flooding, padmin=SPLIT)
 
@@ -134,24 +133,20 @@ def refused(error: type[Exception], match: str, make: Any = cases.llama, **optio
 @pytest.mark.slow
 def test_too_large_a_batch_is_named_with_what_speaks_against_splitting_it() -> None:
     small, fix = replace(UNDECLARED, token_budget=64), r".*token_budget=64 allows: set token_budget=240 or None"
-    refused(
-        GradientCheckError, f"first-batch check.*{fix}", step=cases.Contrastive, padmin=replace(AUTO, token_budget=64)
-    )
-    refused(SchemaError, f"'kind'.*{fix}", step=cases.Contrastive, padmin=small)
-    refused(ConfigError, f"OwnStep.training_step takes its loss by itself{fix}", step=cases.OwnStep, padmin=small)
+    kind, collator = cases.QUESTIONS
+    of_questions: Any = {"make": lambda: cases.bert(kind), "collator": collator}
+    refused(GradientCheckError, f"first-batch check.*{fix}", step=None, padmin=small, **of_questions)
     refused(ConfigError, f"neftune_noise_alpha=5{fix}", step=None, padmin=small, neftune_noise_alpha=5)
-    kind, collator = cases.CHOICES
-    refused(SchemaError, fix, lambda: cases.bert(kind), step=None, padmin=small, collator=collator)
 
-    class Grows(cases.Contrastive):
+    class Grows:
         def get_batch_samples(self, *args: Any, **options: Any) -> Any:
-            batches, count = super().get_batch_samples(*args, **options)
-            rows = 4 if self.state.global_step < 3 else 8
+            batches, count = super().get_batch_samples(*args, **options)  # type: ignore[misc]
+            rows = 4 if self.state.global_step < 3 else 8  # type: ignore[attr-defined]
             return [{name: each[:rows] for name, each in batch.items()} for batch in batches], count
 
-    later = r"as with mode='joint' by now.*240 slots, and token_budget=120"
-    with pytest.warns(PadMinWarning, match=JOINT), pytest.raises(BatchError, match=later):
-        cases.train(Grows, padmin=replace(AUTO, token_budget=120), behind=True)
+    later = r"as they came by now.*240 slots, and token_budget=120"
+    with pytest.warns(PadMinWarning, match=AS_IT_CAME), pytest.raises(BatchError, match=later):
+        cases.train(Grows, padmin=replace(UNDECLARED, token_budget=120), behind=True, **of_questions)
 
 
 @pytest.mark.slow

@@ -301,7 +301,6 @@ def test_mixed_precision() -> None:
 @pytest.mark.parametrize(
     ("options", "config", "told"),
     [
-        ({}, {"mode": "replay"}, "mode='replay': PadMinTrainerMixin knows 'split' and 'joint'"),
         ({}, {"normalize": "global"}, "average_tokens_across_devices"),
         ({"label_smoothing_factor": 0.1}, {"mode": "split"}, "label_smoothing_factor=0.1"),
     ],

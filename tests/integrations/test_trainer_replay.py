@@ -1,0 +1,109 @@
+"""PadMinTrainerMixin where batches are larger than the budget and stay whole: chunks keep no activations.
+
+Stock Trainers are the oracle, in float64: gradients at each step of the optimizer, and all that is logged.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import joint_cases as cases
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_padmin import PadMinConfig
+from lightning_padmin.errors import PadMinWarning
+from lightning_padmin.integrations.common.plain import few_rows, len_of
+
+EXACT = 1e-12
+REPLAY = PadMinConfig(mode="replay", token_budget=64, launch_cost=4)
+AUTO = PadMinConfig(token_budget=64, launch_cost=4, batch_schema={"kind": "row"})
+
+
+def told_by(step: type, padmin: PadMinConfig, **options: Any) -> tuple[list[str], Any]:
+    """What is told in a training that is stock's."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PadMinWarning)
+        ours = cases.train(step, padmin=padmin, **options)
+    stock = cases.train(step, **options)
+    assert cases.apart(ours, stock) <= EXACT
+    assert cases.logs_apart(ours, stock) <= EXACT
+    assert ours.trainer.padding_stats.waste <= ours.trainer.padding_stats.waste_before / 2
+    return [str(each.message) for each in caught if issubclass(each.category, PadMinWarning)], ours
+
+
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in cases.OWN if each is not cases.Contrastive]
+
+
+@pytest.mark.parametrize("step", [cases.Contrastive, *SLOW])
+def test_steps_of_ones_own(step: type) -> None:
+    told, ours = told_by(step, REPLAY)
+    assert told == []
+    assert ours.trainer.padding_stats.micro_batches >= 3 * ours.trainer.padding_stats.batches
+
+
+@pytest.mark.parametrize("window", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_by_itself(window: int) -> None:
+    """It is larger than the budget, so it neither keeps all activations nor raises."""
+    [words], ours = told_by(cases.Contrastive, AUTO, gradient_accumulation_steps=window)
+    assert "mode='replay' where a batch has more slots than the budget" in words
+    assert ours.trainer._padmin._session.audits.metrics("")["mode"] in (1, 2)  # the last batch may be a small one
+    assert {each["way"] for each in ours.trainer._padmin._session.audits.state()} <= {"joint", "replay"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", cases.OWN)
+def test_others_by_themselves(step: type) -> None:
+    told_by(step, AUTO)
+
+
+def test_a_chunk_is_kept_at_a_time() -> None:
+    """Saved for the backward pass of a batch, in numbers: those of the model are gone."""
+
+    class Weighed(cases.Contrastive):
+        def compute_loss(self, *args: Any, **options: Any) -> Any:
+            counted = [0]
+
+            def pack(saved: Tensor) -> Tensor:
+                counted[0] += saved.numel() * (saved.ndim > 2)
+                return saved
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+                result = super().compute_loss(*args, **options)
+            self.counted = counted[0]
+            return result
+
+    found = {}
+    for mode in ("joint", "replay"):
+        options = replace(REPLAY, mode=mode, check="off")
+        found[mode] = cases.train(Weighed, padmin=options, num_train_epochs=1).trainer.counted
+    assert found["replay"] < 0.2 * found["joint"]
+
+
+def test_rows_of_a_check() -> None:
+    """As many as the budget holds, of whatever a batch is, if all of it has rows."""
+    batch = {"a": torch.arange(12).view(6, 2), "more": {"b": torch.arange(6)}, "names": list("uvwxyz"), "n": 3}
+    assert len_of(batch) == 6
+    few = few_rows(batch, 4)
+    assert few["more"]["b"].tolist() == [0, 2, 3, 5]
+    assert few["a"].tolist() == [[0, 1], [4, 5], [6, 7], [10, 11]]
+    assert (few["names"], few["n"]) == (list("uwxz"), 3)
+    assert len_of({"a": torch.zeros(4, 2), "b": torch.zeros(2)}) == 0
+
+    seen: list[int] = []
+
+    class Seen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = cases.llama()
+            self.config = self.inner.config
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
+            seen.append(input_ids.numel())
+            return self.inner(input_ids=input_ids, attention_mask=attention_mask, **options)
+
+    cases.train(cases.Contrastive, make=Seen, padmin=replace(REPLAY, token_budget=120), num_train_epochs=1)
+    assert max(seen) <= 120
