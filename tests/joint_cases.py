@@ -257,7 +257,7 @@ class Adversaries(Own):
     def prepare(self) -> None:
         torch.manual_seed(2)
         self.judge = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-        self.of_judge = torch.optim.SGD(self.judge.parameters(), lr=0.1)
+        self.of_judge = torch.optim.Adam(self.judge.parameters(), lr=0.05)  # whose state a check advances, too
 
     def loss_of(self, outputs: Any, inputs: Any) -> Tensor:
         hidden, kind = pooled(outputs, inputs["attention_mask"]), inputs["kind"]

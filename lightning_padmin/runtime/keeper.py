@@ -5,6 +5,7 @@ What belongs to somebody else may be in the middle of something, and is left alo
 
 - modules: parameters, buffers, children, hooks, flags, attributes, the class;
 - Python's containers, namespaces, tensors, arrays and random generators;
+- optimizers, schedulers and scalers that a step may use by itself (a discriminator's);
 - objects of users' own classes; not the classes themselves.
 
 A class is a user's own if it stands neither in the standard library nor in an installed package, unless that package
@@ -150,6 +151,8 @@ class Keeper:
             self._items(dict(enumerate(value)), crowd, path)
         elif type(value) in _SPACES:
             self._attributes(value, crowd, path)
+        elif isinstance(value, _OF_TRAINING):  # what they write elsewhere is told there
+            self._attributes(value, crowd, None)
         elif self._is_own(type(value)) and not _is_at_work(value):
             base = next((each for each in _BASES if isinstance(value, each)), None)
             if base is not None:
@@ -339,6 +342,7 @@ class Keeper:
         return package in self._packages or not _is_installed(package)
 
 
+_OF_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 

@@ -197,6 +197,38 @@ class Picky(dict):
         raise TypeError
 
 
+def test_optimizers_of_a_step_are_put_back() -> None:
+    """With states, schedules and scalers, from before their first step and from between two."""
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+            self.optimizer = torch.optim.AdamW(self.inner.parameters(), lr=0.1)
+            self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+
+        def step(self) -> None:
+            self.scaler.scale(self.inner(torch.ones(1, 3)).sum()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.schedule.step()
+
+        def content(self) -> str:
+            held = (self.optimizer.state_dict(), self.schedule.state_dict(), self.scaler.state_dict())
+            return repr((held, [p.tolist() for p in self.parameters()]))
+
+    holder = Holder()
+    for _ in range(2):
+        before = holder.content()
+        with untouched(holder):
+            holder.step()
+            holder.step()
+            assert holder.content() != before
+        assert holder.content() == before
+        holder.step()
+
+
 def test_containers_of_other_types_are_left_alone() -> None:
     net = Net()
     net.picky, net.large = Picky(a=1), [[k] for k in range(200_000)]

@@ -141,6 +141,33 @@ class Attacked(Step):
         return found + self.of(torch.func.functional_call(self.model, moved, kwargs=inputs), batch)
 
 
+class Adversaries(Step):
+    """A discriminator with an optimizer and a schedule of its own, which the step advances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.judge = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.of_judge = torch.optim.Adam(self.judge.parameters(), lr=0.05)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.of_judge, 0.5)
+
+    def of(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+        rows = self.pooled(outputs.hidden_states[-1], batch)
+        true = torch.linspace(-1, 1, rows.numel()).view_as(rows)
+        self.of_judge.zero_grad()
+        told = (
+            nn.functional.softplus(-self.judge(true)).mean() + nn.functional.softplus(self.judge(rows.detach())).mean()
+        )
+        told.backward()
+        self.of_judge.step()
+        self.schedule.step()
+        self.log("judge", told.detach())
+        return super().of(outputs, batch) + nn.functional.softplus(-self.judge(rows)).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=self.rate)
+
+
 class Clipped(Step):
     """A hook that clips the gradient of one parameter, so that it makes something else of parts."""
 
@@ -217,6 +244,7 @@ CASES: dict[type[Step], tuple[str | None, float]] = {
     Queue: (JOINT, 1),
     Teacher: (JOINT, 1),
     Adversarial: (JOINT, 1),
+    Adversaries: (JOINT, 1),
     Attacked: (JOINT, 1),
     Clipped: (JOINT, 1),
     OwnBackward: (JOINT, 1),
