@@ -47,6 +47,9 @@ class PeerWatch:
     def __init__(self, rank: int, world: int, publish: Publish, look_up: LookUp, towards: str | None = None) -> None:
         self.rank = rank
         self._said, self._gone = dict[int, str](), set[int]()
+        # The number of this rank's training, and of the last one in which each rank has said why it ends: words may
+        # arrive when the training that they ended is over here too, and the next one has begun.
+        self._training, self._heard = 0, dict[int, int]()
         # How many exchanges this rank has begun, and is going to; how many each rank had when its batches were at an
         # end, or is going to while another one's are.
         self._begun, self._ahead = 0, 0
@@ -74,7 +77,7 @@ class PeerWatch:
 
     def say(self, words: str) -> None:
         """Tells the ranks before this one, as far as they listen, why this one ends; does not wait."""
-        self._spread(self.rank, words, is_gone=False)
+        self._spread(self.rank, words, is_gone=False, training=self._training)
 
     def leave(self, words: str) -> None:
         """The same for a process that ends; others know of batches that have come to an end."""
@@ -82,10 +85,18 @@ class PeerWatch:
             self.say(words)
 
     def forget(self) -> None:
-        """Another training begins: what ended an earlier one, in processes that are still there, is over."""
+        """Another training begins: what ended an earlier one, in processes that are still there, is over.
+
+        To be called equally often on every rank.
+        """
         with self._changed:
-            self._said = {rank: words for rank, words in self._said.items() if rank in self._gone}
+            self._training = max(self._training + 1, *self._heard.values(), 0)
+            self._said = {rank: words for rank, words in self._said.items() if rank in self._gone or self._is_new(rank)}
             self._begun, self._ahead, self._at_end, self._beyond = 0, 0, {}, {}
+
+    def _is_new(self, rank: int) -> bool:
+        """Whether what a rank has said last is of this training, or of one that it has begun before this rank."""
+        return self._heard.get(rank, -1) >= self._training
 
     def begin_exchange(self) -> None:
         """This rank meets the others; those that are at an end hear of it. Costs nothing where there are none."""
@@ -182,7 +193,7 @@ class PeerWatch:
                 listener.settimeout(1.0)
                 self._listeners.append(listener)
                 for rank, words in list(self._said.items()):
-                    _send(listener, rank, words, rank in self._gone)
+                    _send(listener, rank, words, rank in self._gone, self._heard.get(rank, 0))
                 for what, known in (("end", self._at_end), ("on", self._beyond)):
                     for rank, begun in list(known.items()):
                         _send(listener, what, rank, begun)
@@ -207,24 +218,29 @@ class PeerWatch:
         self._received[successor] = rest[-_MOST_BYTES:]
         for line in lines:
             with suppress(ValueError, TypeError):
-                first, second, third = json.loads(line)
+                first, second, third, *training = json.loads(line)
                 if isinstance(first, str):
                     self._note(first, int(second), int(third))
                 else:
-                    self._spread(int(first), str(second), bool(third))
+                    self._spread(int(first), str(second), bool(third), int(*training))
 
-    def _spread(self, rank: int, words: str, is_gone: bool) -> None:
+    def _spread(self, rank: int, words: str, is_gone: bool, training: int = 0) -> None:
         """Notes what has become of a rank, and tells the rank before this one, once."""
         with self._changed:
-            if rank in self._gone or (rank in self._said and not is_gone):
+            if rank in self._gone or (training <= self._heard.get(rank, -1) and not is_gone):
                 return
             if is_gone and self._at_end.get(rank, self._ahead) < self._ahead:
                 words = _AT_END
-            words = self._said.setdefault(rank, printable(words, _MOST_WORDS))  # its own words, where it had some
+            words = printable(words, _MOST_WORDS)
             if is_gone:
                 self._gone.add(rank)
+                words = self._said.setdefault(rank, words)  # its own words, where it had some
+            else:
+                self._heard[rank] = training
+                if self._is_new(rank):
+                    self._said[rank] = words
             self._changed.notify_all()
-        self._pass_on(rank, words, is_gone)
+        self._pass_on(rank, words, is_gone, training)
 
     def _note(self, what: str, rank: int, begun: int) -> None:
         """How far a rank has come, told the rank before this one, once."""

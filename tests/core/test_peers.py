@@ -68,6 +68,32 @@ def test_words_of_an_earlier_training_are_forgotten_but_not_who_is_gone(ranks: R
     assert list(ranks[0].why([1, 2, 3])) == [2]
 
 
+def test_words_that_arrive_late_are_of_their_own_training(ranks: Ring) -> None:
+    """Rank 1 has told why it ends, and others have begun the next training before they hear of it."""
+    for rank in (0, 2, 3):
+        ranks[rank].forget()
+    ranks[1].say("ValueError: of the training before")
+    until(lambda: all(each._heard.get(1) == 0 for each in ranks))  # it came around
+    assert [each.why([1]) for each in (ranks[0], ranks[2], ranks[3])] == [{}] * 3
+    ranks[1].forget()
+    ranks[1].say("ValueError: of this one")
+    for rank in (0, 2, 3):
+        until(lambda rank=rank: ranks[rank].why([1]) == {1: "ValueError: of this one"})  # type: ignore[misc]
+
+
+def test_words_that_arrive_early_stay(ranks: Ring) -> None:
+    """Rank 1 has ended two trainings before the others begin the second."""
+    ranks[1].say("ValueError: first")
+    ranks[1].forget()
+    ranks[1].say("ValueError: second")
+    for rank in (0, 2, 3):
+        until(lambda rank=rank: ranks[rank].why([1]) == {1: "ValueError: second"})  # type: ignore[misc]
+        ranks[rank].forget()
+        assert ranks[rank].why([1]) == {1: "ValueError: second"}
+        ranks[rank].forget()
+        assert ranks[rank].why([1]) == {}
+
+
 def exchange(ranks: Ring) -> None:
     for each in ranks:
         each.begin_exchange()
