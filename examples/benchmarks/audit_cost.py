@@ -77,13 +77,13 @@ class Watch:
         """Watches; with `always`, every batch is audited."""
         audited = Training.audited
 
-        def noted(training: Training, check: Any, *more: Any) -> Any:
+        def noted(training: Training, check: Any, *more: Any, **named: Any) -> Any:
             assert training.ledger is not None
             self.audits.append((training.ledger.step, tuple(sorted(training.ledger.new))))
             if not memory:
-                return self._timed("audit", audited)(training, check, *more)
+                return self._timed("audit", audited)(training, check, *more, **named)
             found: list[Any] = []
-            size = peak(lambda: found.append(audited(training, check, *more)), nn.Module())
+            size = peak(lambda: found.append(audited(training, check, *more, **named)), nn.Module())
             self.peak_of_audit = max(self.peak_of_audit or 0, size)
             return found[0]
 

@@ -346,6 +346,11 @@ class Training:
             self.values.dropped.clear()
 
     @property
+    def was_audited(self) -> bool:
+        """Whether an audit of this very step has passed; what its rows could not show, later batches may."""
+        return self.ledger is not None and self.ledger.has_passed and self.ledger.last == self.ledger.step
+
+    @property
     def wanted(self) -> frozenset[str]:
         """What the batch that was read last shows, and no check has seen."""
         return frozenset() if self.ledger is None else self.ledger.new

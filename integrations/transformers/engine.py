@@ -596,7 +596,7 @@ class Engine:
 
     def _audit(self, chunks: MicroBatches, num_items: Any, batcher: MicroBatcher) -> None:
         """Checks a batch, or the rows of a window, that shows something new, or when the time has come."""
-        if not self._training.audit_is_due or self._first.is_due:
+        if not self._training.audit_is_due or self._first.is_due or self._training.was_audited:
             return
         read = chunks.source, chunks.schema, chunks.table
         if self._topology.kind != "sharded":
