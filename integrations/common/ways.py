@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lightning_padmin.batch import RowTable
-from lightning_padmin.errors import GradientCheckError, PadMinError
+from lightning_padmin.errors import PadMinError
 from lightning_padmin.integrations.common.topology import has_static_graph
 from lightning_padmin.integrations.common.training import Training
 from lightning_padmin.microbatching import MicroBatch
@@ -230,8 +230,7 @@ def reason_of(error: PadMinError) -> str:
 
 
 def _further(error: PadMinError, words: str) -> PadMinError:
-    made = type(error)(f"{str(error).rstrip('.')}. {words}")
-    return made if isinstance(made, GradientCheckError) else error
+    return type(error)(f"{str(error).rstrip('.')}. {words}")
 
 
 __all__ = ["BeforeStep", "Ladder", "Way", "Whole", "reason_of", "stats_as_it_came", "too_large", "why_way_is_kept"]
