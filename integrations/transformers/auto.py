@@ -81,8 +81,9 @@ class Auto:
         self._trainer, self._session, self._training = trainer, session, training
         self.batches: Sequence[Any] = ()
         config: PadMinConfig = session.config
-        # DeepSpeed's engine takes every backward pass for a step's, so that joint steps could not be compared there.
-        has_joint = training.topology.kind != "engine" and why_not_joint(trainer, config) is None
+        # Joint steps are compared, or there are none; DeepSpeed's engine takes every backward pass for a step's.
+        can_compare = config.check != "off" and training.topology.kind != "engine"
+        has_joint = can_compare and why_not_joint(trainer, config) is None
         self._ways: list[Way] = ["split", "joint", "as it came"] if has_joint else ["split", "as it came"]
         self._known: PadMinError | None = None  # why
         self.least: Way = "split"
