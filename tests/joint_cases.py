@@ -344,6 +344,7 @@ def train(
     padmin: PadMinConfig | None = None,
     collator: Any = collate,
     behind: bool = False,
+    resume: str | None = None,
     **options: Any,
 ) -> Record:
     """A training with (`padmin`) or without the mixin; `behind`: the step's class behind the mixin."""
@@ -374,7 +375,7 @@ def train(
         **({} if padmin is None else {"padmin": padmin}),
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     record.parameters = torch.cat([p.detach().double().flatten() for p in model.parameters()])
     record.trainer = trainer
     return record

@@ -121,10 +121,15 @@ def untouched_trainer(trainer: Any) -> Iterator[None]:
         state.restore()
 
 
+# Attributes into which the loop around steps writes.
+_OF_LOOP = ("state", "control", "callback_handler", "_tr_loss", "current_flos", "optimizer", "lr_scheduler")
+
+
 class StepState:
     """What a step of the user's own may write into; entered, it is kept, and left, it is put back.
 
-    Gradients are taken away meanwhile, so there should be none.
+    Not what the loop around steps writes into: several may come in between. There should be no gradients; they are
+    taken away meanwhile.
 
     Args:
         model: what is trained, unwrapped.
@@ -136,7 +141,7 @@ class StepState:
         self._state: ModuleState | None = None
 
     def __enter__(self) -> None:
-        self._state = ModuleState(self._model, holders_of(self._trainer), DATA_OF_TRAINERS)
+        self._state = ModuleState(self._model, [self._trainer], DATA_OF_TRAINERS + _OF_LOOP)
 
     def watching(self) -> AbstractContextManager[None]:
         """The step runs inside."""
@@ -145,7 +150,10 @@ class StepState:
 
     def __exit__(self, *_: object) -> None:
         assert self._state is not None
+        own = vars(self._trainer)
+        of_loop = {name: own[name] for name in _OF_LOOP if name in own}
         self._state.restore()
+        own.update(of_loop)
 
 
 def check_step(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_padmin.architectures import Findings, HookWatch, Tolerable, refuse_batch_statistics, screen, words_of
 from lightning_padmin.batch import RowTable, Schema
 from lightning_padmin.config import PadMinConfig
-from lightning_padmin.errors import BatchError, GradientCheckError
+from lightning_padmin.errors import BatchError, GradientCheckError, PeerError
 from lightning_padmin.integrations.common.backward import reenters
 from lightning_padmin.integrations.common.topology import Topology
 from lightning_padmin.microbatching import MemoryGuard, MicroBatcher, MicroBatches, PackStyle
@@ -27,6 +27,7 @@ from lightning_padmin.verification import (
     batch_facets,
     check_gradients,
     fingerprint,
+    is_from_check,
     model_facets,
     parts_of,
     plain_facets,
@@ -473,11 +474,17 @@ class Training:
         return outcome
 
     def _outcome_of(self, check: Callable[[], Outcome | None]) -> Outcome | None:
-        """A step that fails on a few rows, where other ways are left, is one that cannot be split."""
+        """A step that fails on a few rows, where other ways are left, is one that cannot be split; on all ranks."""
         try:
             return check()
         except Exception as error:
-            if not self.may_go_over or self.topology.world > 1 or not was_raised_in_check(error):
+            is_of_step = was_raised_in_check(error)
+            if not self.may_go_over or self.topology.kind == "sharded":
+                raise
+            # What a rank raises in a check's passes, all others hear of, and raise.
+            if self.topology.world > 1 and (isinstance(error, PeerError) or is_from_check(error)):
+                is_of_step = bool(self.topology.exchange([int(is_of_step or isinstance(error, PeerError))]).all())
+            if not is_of_step:
                 raise
             raise GradientCheckError(
                 f"first-batch check: the step fails on a few rows of a batch ({type(error).__name__}: {error})"

@@ -53,6 +53,7 @@ class Apart:
         is_random: whether that is why, on some rank.
         moved: what moves with numbers that stand where rows have padding, on this rank.
         reads_padding: whether something does, on some rank.
+        writes: whether a pass has written into what the module or the trainer keep, on this rank.
     """
 
     value: float
@@ -63,6 +64,7 @@ class Apart:
     is_random: bool = False
     moved: tuple[str, ...] = ()
     reads_padding: bool = False
+    writes: bool = False
 
     @property
     def is_too_far(self) -> bool:
@@ -118,7 +120,7 @@ class _Passes:
         (self._stock, self._chunked), self._exchange = ways, exchange
         self.state = ModuleState(module, holders_of(trainer), DATA_OF_TRAINERS)
         self._values = Heard(lambda _: self._heard(), None if logged is None else self._all_logged)
-        self._logged, self._by_backward, self._drew = logged, False, False
+        self._logged, self._by_backward, self._drew, self._wrote = logged, False, False, False
         self._tolerance = Tolerance.for_(dtypes_of(module))
         module.train()
 
@@ -144,7 +146,8 @@ class _Passes:
         worst = float(all_gather_floats([value], self._exchange).max())
         told, is_random, reads = self._any(told), self._any(is_random), self._any(bool(names))
         where = f"on this rank most in {name!r}"
-        return Apart(worst, limit, where, frozenset(self._heard.losses), told, is_random, names, reads)
+        losses = frozenset(self._heard.losses)
+        return Apart(worst, limit, where, losses, told, is_random, names, reads, self._wrote)
 
     def _run(self, way: Way, draws: Way = nullcontext) -> tuple[Sketches, Mapping[str, Tensor]]:
         try:
@@ -165,6 +168,7 @@ class _Passes:
                     )
                 self._drew = self._drew or not before.is_as(RandomState())
             self._tolerance = self._tolerance.if_half(watch.saw_half)
+            self._wrote = self._wrote or bool(state.changes())
         finally:
             state.clear()
         return found

@@ -41,7 +41,7 @@ from lightning_padmin.integrations.common.trainers import look_for_whole_steps, 
 from lightning_padmin.integrations.common.training import Training
 from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
 from lightning_padmin.integrations.common.ways import Ladder
-from lightning_padmin.runtime import replaced
+from lightning_padmin.runtime import RandomState, replaced
 from lightning_padmin.stats import PaddingStats
 from lightning_padmin.verification import Outcome
 
@@ -113,6 +113,8 @@ class WholeSteps:
         self._losses: list[Callable[[], Any]] = []
         self._waste = PaddingStats()
         self._ladder, self._calls, self._own_loss = ladder, Calls(), own_loss
+        self._wrote = False  # whether a loss has left something behind in the last check
+        self._result: Callable[[], Any] = lambda: None  # the loss that was taken last, once more
 
     def in_place_of(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The stock training step, inside of which calls run in chunks; a step inside of one is a part of it."""
@@ -127,6 +129,7 @@ class WholeSteps:
             finally:
                 self._is_inside = self._is_due = False
                 self._losses.clear()  # nothing of the batch is kept
+                self._result = lambda: None
 
         return training_step
 
@@ -155,13 +158,12 @@ class WholeSteps:
             self._ladder.heard()
         if not self._is_sharded:
             self._settle(own)
-        if self._training.way == "as it came":
-            self._session.count(replace(plain_stats(inputs), loss_tokens=tokens))
-            return result
-        if not self._calls and self._words.nothing is not None:
+        if not self._calls and self._words.nothing is not None and self._training.way != "as it came":
             self._session.notices(self._words.nothing)
         if self._calls:
             self._session.count(replace(self._calls.total, loss_tokens=tokens))
+        elif self._ladder is not None:
+            self._session.count(replace(plain_stats(inputs), loss_tokens=tokens))
         return result
 
     # Under `mode="auto"`.
@@ -265,11 +267,15 @@ class WholeSteps:
                     self._look(compute_loss, args, options)
                 if self._ladder is not None:
                     self._ladder.heard()
+                before = RandomState() if self._may_take_back else None
                 with self._in_loss():
                     result = compute_loss(*args, **options)
+                self._training.hear(_loss_of(result))
+                if before is not None and self._training.hears_news and self._refuses_news():
+                    before.restore()
+                    result = self._result()
             finally:
                 is_nested = False
-            self._training.hear(_loss_of(result))
             return result
 
         return heard
@@ -286,6 +292,7 @@ class WholeSteps:
 
         if not is_more:
             self._losses.append(again)
+        self._result = lambda: compute_loss(*_fresh(given[0]), **_fresh(given[1]))
         if not self._is_due:
             return
         try:
@@ -298,7 +305,7 @@ class WholeSteps:
     def _within_budget(self, args: Any, options: Any) -> tuple[Any, Any]:
         """Arguments of a loss for a check: of batches that are replayed no more rows than the budget holds, or four."""
         may_replay = self._training.keeps is not None or self._session.config.mode == "replay"
-        if not self._is_due or not may_replay:
+        if not may_replay or (not self._is_due and self._topology.world > 1):
             return args, options
         inputs = args[1] if len(args) > 1 else options.get("inputs")
         number = len_of(inputs)
@@ -308,6 +315,25 @@ class WholeSteps:
         number = int(self._topology.exchange([number]).min())  # losses may gather what ranks compute
         few = few_rows(inputs, number) if 0 < number < len_of(inputs) else inputs
         return ((args[0], few, *args[2:]), options) if len(args) > 1 else (args, options | {"inputs": few})
+
+    @property
+    def _may_take_back(self) -> bool:
+        """Whether a loss may be taken once more, as stock: where it leaves nothing behind, and no other rank waits."""
+        can = self._ladder is not None and self._own_loss is None and len(self._losses) == 1
+        return can and not self._is_sharded and self._topology.world == 1 and self._training.is_in_chunks
+
+    def _refuses_news(self) -> bool:
+        """Audits a loss of a new kind before it is sent backward; whether the step goes on as it came."""
+        try:
+            self._training.settle(lambda rows: self._check(self._losses))
+        except GradientCheckError as error:
+            if self._wrote:
+                raise
+            self._go_over(error)
+            assert self._ladder is not None
+            self._ladder.heard()
+            return True
+        return False
 
     def _judge(self, losses: Sequence[Callable[[], Any]]) -> None:
         outcome = self._training.audited(lambda: self._check(losses))
@@ -330,7 +356,7 @@ class WholeSteps:
         """Gradients of losses with and without chunks; raises on all ranks."""
         model, trainer = self._trainer.model_wrapped, self._trainer
         module, settled = self._unwrapped(model), self._is_settled
-        outcomes = []
+        outcomes, self._wrote = [], False
         for loss in losses:
             self._waste = PaddingStats()
             with un_reduced(model):
@@ -344,6 +370,7 @@ class WholeSteps:
                     logged=self._logged,
                     settled=settled,
                 )
+            self._wrote = self._wrote or found.writes or bool(self._logs)
             outcomes.append(self._judged(found))
         worst = max(outcomes, key=lambda each: (not each.told, each.difference))
         kinds = frozenset().union(*(each.losses for each in outcomes))

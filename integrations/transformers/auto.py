@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,7 @@ class Window:
         num_items: the Trainer's own number.
         before: the counts of this rank without it.
         start: what was there before its first step.
+        more: of it, what a step of the user's own may have written into.
         sent: what its steps have returned so far.
     """
 
@@ -56,6 +57,7 @@ class Window:
     num_items: Any
     before: tuple[PaddingStats, PaddingStats]
     start: BeforeStep | None = None
+    more: StepState | None = None
     sent: list[Tensor] = field(default_factory=list)
 
 
@@ -79,8 +81,9 @@ class Auto:
         self._trainer, self._session, self._training = trainer, session, training
         self.batches: Sequence[Any] = ()
         config: PadMinConfig = session.config
-        # DeepSpeed's engine takes every backward pass for a step's, so that joint steps could not be compared there.
-        has_joint = training.topology.kind != "engine" and why_not_joint(trainer, config) is None
+        # Joint steps are compared, or there are none; DeepSpeed's engine takes every backward pass for a step's.
+        can_compare = config.check != "off" and training.topology.kind != "engine"
+        has_joint = can_compare and why_not_joint(trainer, config) is None
         self._ways: list[Way] = ["split", "joint", "as it came"] if has_joint else ["split", "as it came"]
         self._known: PadMinError | None = None  # why
         self.least: Way = "split"
@@ -182,6 +185,8 @@ class Auto:
         self.ladder.go_over(error)
 
     def _is_reason(self, error: PadMinError) -> bool:
+        if self._session.config.layout == "pack":  # which was asked for, and whole steps cannot be had with
+            return False
         if isinstance(error, GradientCheckError):  # on all ranks
             return True
         if self._training.topology.world > 1:
@@ -223,30 +228,27 @@ class Auto:
             yield
 
     @contextmanager
-    def watching(self, model: Any, start: BeforeStep | None) -> Iterator[BeforeStep | None]:
+    def watching(self, model: Any, window: Window | None) -> Iterator[BeforeStep | None]:
         """Around a step that is split: what it must be given back, should another way follow; None: it cannot be.
 
         Args:
             model: unwrapped.
-            start: what was there before the window, where it was dealt.
+            window: the one whose rows were dealt.
         """
         training = self._training
         if training.topology.world > 1 or training.topology.kind in ("sharded", "engine") or not self.ladder.left:
             yield None
             return
-        if start is not None:
-            yield start
-            return
-        more: StepState | None = None
-        is_first = all(p.grad is None for p in model.parameters())
-        if is_first and own_step(self._trainer) is not None and self._watched < _MOST_WATCHED:
-            self._watched += 1
-            more = StepState(model, self._trainer)
-        before = BeforeStep(model, more)
-        if more is None:
-            yield before
-            return
-        with more.watching():
+        before, more = (None, None) if window is None else (window.start, window.more)
+        if before is None:
+            is_first = all(p.grad is None for p in model.parameters())
+            if is_first and own_step(self._trainer) is not None and self._watched < _MOST_WATCHED:
+                self._watched += 1
+                more = StepState(model, self._trainer)
+            before = BeforeStep(model, more)
+            if window is not None:
+                window.start, window.more = before, more
+        with nullcontext() if more is None else more.watching():
             yield before
 
     def reason_of(self, error: Exception, count: int) -> PadMinError | None:

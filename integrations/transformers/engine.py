@@ -409,14 +409,11 @@ class Engine:
         if parts is None:
             return stock(model, inputs, self._of_stock(num_items))
         auto.ladder.heard()
-        start = None if window is None else window.start
         try:
             with (
-                auto.watching(self._trainer.accelerator.unwrap_model(model), start) as self._before,
+                auto.watching(self._trainer.accelerator.unwrap_model(model), window) as self._before,
                 auto.logs_of_parts(len(parts.chunks), self._before is not None),
             ):
-                if window is not None:
-                    window.start = self._before
                 loss = self._run(stock, model, parts, num_items)
         except Exception as error:
             before, reason = self._before, auto.reason_of(error, len(parts.chunks))
@@ -570,6 +567,7 @@ class Engine:
         except GradientCheckError:
             self._check(self._batcher.read_made_together(lambda: read[0]), num_items, self._batcher)
             return False
+        self._refuse_logs()
         if outcome is not None and outcome.told:
             return True
         self._gives_up = not self._first.is_due
@@ -588,11 +586,15 @@ class Engine:
             lambda: self._gradients(read, num_items, batcher.config, may_stay_untold=is_trial), is_trial=is_trial
         )
         self._first.heard(outcome)
-        if self._auto is not None:
-            self._auto.refuse_logs(self._logged)
+        if not is_trial:
+            self._refuse_logs()
         if outcome is not None and outcome.notable and outcome.told:
             self._say(outcome.words)
         return outcome
+
+    def _refuse_logs(self) -> None:
+        if self._auto is not None:
+            self._auto.refuse_logs(self._logged)
 
     def _audit(self, chunks: MicroBatches, num_items: Any, batcher: MicroBatcher) -> None:
         """Checks a batch, or the rows of a window, that shows something new, or when the time has come."""

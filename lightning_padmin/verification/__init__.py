@@ -41,7 +41,13 @@ from lightning_padmin.verification.facets import (
     row_facets,
 )
 from lightning_padmin.verification.fingerprints import Fact, Fingerprint, fingerprint, what_changed
-from lightning_padmin.verification.gradient_check import Advice, Outcome, check_gradients, was_raised_in_check
+from lightning_padmin.verification.gradient_check import (
+    Advice,
+    Outcome,
+    check_gradients,
+    is_from_check,
+    was_raised_in_check,
+)
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
 from lightning_padmin.verification.ledger import MOST_FACETS, WAYS, Ledger
 from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_of
@@ -87,6 +93,7 @@ __all__ = [
     "filled",
     "fingerprint",
     "gate_of",
+    "is_from_check",
     "largest",
     "model_facets",
     "moved",

@@ -193,7 +193,12 @@ def check_gradients(
 def was_raised_in_check(error: BaseException) -> bool:
     """Whether the step itself has raised it on the few rows of a check, as steps may that need their whole batch."""
     is_other = isinstance(error, PadMinError | torch.OutOfMemoryError | MemoryError)
-    return not is_other and any(note.startswith(_RAISED) for note in getattr(error, "__notes__", ()))
+    return not is_other and is_from_check(error)
+
+
+def is_from_check(error: BaseException) -> bool:
+    """Whether it ended a pass of a check, whoever has raised it."""
+    return any(note.startswith(_RAISED) for note in getattr(error, "__notes__", ()))
 
 
 class _Check:
@@ -735,4 +740,4 @@ class _Check:
         return Outcome(value, told, final, notable, words, tells_first, rows, losses, self._limit)
 
 
-__all__ = ["Advice", "Outcome", "check_gradients", "was_raised_in_check"]
+__all__ = ["Advice", "Outcome", "check_gradients", "is_from_check", "was_raised_in_check"]

@@ -36,6 +36,28 @@ def test_split_is_another_training(ranks: Ranks) -> None:
     assert all(rank["control"]["gradients"] > 1e-3 for rank in ranks)
 
 
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        ("split", "split"),
+        ("weighted", "joint"),
+        ("adversarial", "joint"),
+        ("choices", "joint"),
+        ("own step", "as it came"),
+        ("reads", "as it came"),
+    ],
+)
+def test_auto_goes_the_same_way_on_both(ranks: Ranks, case: str, way: str) -> None:
+    """Without a declaration; one of the two reads padding on one rank alone, and only the first rank tells."""
+    for found in (rank[f"auto {case}"] for rank in ranks):
+        assert found["way"] == way
+        assert found["gradients"] <= 1e-12
+        assert found["logs"] <= (1e-6 if way == "split" else 1e-12)
+        assert found["apart"] <= 1e-12
+        assert way == "as it came" or found["waste"][1] <= found["waste"][0] / 2
+    assert [bool(rank[f"auto {case}"]["told"]) for rank in ranks] == [way != "split", False]
+
+
 @pytest.mark.parametrize("case", ["reads", "late"])
 def test_what_reads_padding_on_one_rank_is_refused_on_both(ranks: Ranks, case: str) -> None:
     """In the middle of a training by the audit behind the step that shows it first."""

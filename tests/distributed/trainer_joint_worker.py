@@ -19,6 +19,7 @@ import joint_cases as cases
 import torch
 
 from lightning_padmin import PadMinConfig
+from lightning_padmin.errors import PadMinWarning
 
 RANK = int(os.environ["LOCAL_RANK"])
 TWO = {"ddp_backend": "gloo", "per_device_train_batch_size": 4}
@@ -52,6 +53,7 @@ def compared(step: type | None, padmin: PadMinConfig = cases.JOINT, **options: A
         "logs": cases.logs_apart(ours, stock),
         "parameters": ours.parameters,
         "apart": float((ours.parameters - stock.parameters).abs().max()),
+        "way": ours.trainer._padmin._training.way,
         "waste": (ours.trainer.padding_stats.waste_before, ours.trainer.padding_stats.waste),
     }
 
@@ -64,6 +66,16 @@ def outcome(step: type) -> str:
     return "trained"
 
 
+def auto(step: type | None, **options: Any) -> dict[str, Any]:
+    """Under `mode="auto"`, and what is told of ways."""
+    padmin = PadMinConfig(token_budget=None, launch_cost=4, pad_token_id=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PadMinWarning)
+        found = compared(step, padmin, **options)
+    words = [str(each.message) for each in caught if issubclass(each.category, PadMinWarning)]
+    return found | {"told": [each for each in words if "mode='auto'" in each]}
+
+
 def main() -> dict[str, Any]:
     split = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=0, check="off", batch_schema={"kind": "row"})
     checkpoints = {"gradient_checkpointing": True}
@@ -73,6 +85,12 @@ def main() -> dict[str, Any]:
         "checkpoints": compared(cases.WarmUp, gradient_checkpointing_kwargs={"use_reentrant": False}, **checkpoints),
         "control": compared(cases.Weighted, split),
         "other chunks": compared(cases.WarmUp, replace(cases.JOINT, token_budget=30)),
+        "auto split": auto(None, gradient_accumulation_steps=2),
+        "auto weighted": auto(cases.Weighted, gradient_accumulation_steps=2),
+        "auto adversarial": auto(cases.Adversarial),
+        "auto choices": auto(None, make=lambda: cases.bert(cases.CHOICES[0]), collator=cases.CHOICES[1]),
+        "auto own step": auto(cases.OwnStep, **UNUSED[cases.OwnStep]),
+        "auto reads": auto(Reads),
         "reads": outcome(Reads),
         "late": outcome(Late),
     }

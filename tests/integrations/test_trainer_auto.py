@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import joint_cases as cases
@@ -26,8 +27,7 @@ from lightning_padmin.errors import (
 
 EXACT = 1e-12
 SLOTS = 240  # of the largest batch
-UNDECLARED = PadMinConfig(token_budget=SLOTS, launch_cost=4, pad_token_id=0)
-AUTO = replace(UNDECLARED, batch_schema={"kind": "row"})
+AUTO = PadMinConfig(token_budget=SLOTS, launch_cost=4, pad_token_id=0)
 SPLIT = replace(AUTO, mode="split")
 JOINT, AS_IT_CAME = "model calls run in chunks", "batches run as they came"
 
@@ -84,14 +84,14 @@ class WarmUp(Quiet):
 
 def test_it_takes_what_is_exact() -> None:
     """By itself, with a coupled loss, and with a model that reads padding; each is told once."""
-    told, ours = told_by(None, gradient_accumulation_steps=2)
+    told, ours = told_by(None, gradient_accumulation_steps=2, num_train_epochs=1)
     assert (told, way_of(ours)) == ([], "split")
-    [words], ours = told_by(cases.Contrastive)
+    [words], ours = told_by(cases.Contrastive, num_train_epochs=1)
     assert f"from step 1 on, {JOINT}" in words
     assert halves(ours)
     assert ours.trainer._padmin._session.audits.metrics("")["mode"] == 1
     kind, collator = cases.QUESTIONS
-    told, ours = told_by(None, lambda: cases.bert(kind), collator=collator)
+    told, ours = told_by(None, lambda: cases.bert(kind), collator=collator, num_train_epochs=1)
     assert AS_IT_CAME in told[-1]
     assert way_of(ours) == "as it came"
 
@@ -153,8 +153,7 @@ def test_too_large_a_batch_is_named_with_what_speaks_against_splitting_it() -> N
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("step", [*cases.OWN, WarmUp])
 def test_steps_of_ones_own(step: type, behind: bool) -> None:
-    """Without a declaration of what stands in the batch."""
-    [words], ours = told_by(step, padmin=UNDECLARED, behind=behind)
+    [words], ours = told_by(step, padmin=AUTO, behind=behind)
     assert JOINT in words
     assert halves(ours)
 
@@ -216,3 +215,257 @@ def test_batches_that_no_schema_fits() -> None:
             told, ours = told_by(step, make, undeclared, collator=collator, gradient_accumulation_steps=window)
             assert [JOINT in words for words in told] == [True]
             assert halves(ours)
+    kind, collator = cases.QUESTIONS
+    told, ours = told_by(None, lambda: cases.bert(kind), replace(undeclared, check="off"), collator=collator)
+    assert way_of(ours) == "as it came"  # since nothing would compare joint steps
+
+
+class Twice:
+    """A second loss at embeddings that were moved along the gradient of the first."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        weight = self.model.get_input_embeddings().weight
+        kept = weight.data.clone()
+        weight.data.add_(0.5 * weight.grad / weight.grad.norm())
+        super().training_step(model, inputs, num_items_in_batch)
+        weight.data.copy_(kept)
+        return loss
+
+
+class Clips:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        return loss
+
+
+class Empties:
+    """So that a window has the gradient of its last batch; told in its second one."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.zero_grad()
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return loss
+
+
+class Bounds:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        for p in model.parameters():
+            p.data.clamp_(-0.03, 0.03)
+        return loss
+
+
+class Drops:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss: Tensor = super().training_step(model, inputs)
+        return loss
+
+
+class Sends:
+    """Its loss backward, past the accelerator: nothing can be compared."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        names = ("input_ids", "attention_mask", "labels")
+        loss = model(**{name: each for name, each in inputs.items() if name in names}).loss
+        loss = loss / self.args.gradient_accumulation_steps
+        loss.backward()
+        return loss.detach()
+
+
+class Counts:
+    calls = 0
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self.calls += 1
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("step", [Twice, Clips, Empties, Bounds, Drops, Sends, Counts])
+def test_steps_that_act_on_gradients_behind_the_mixin(step: type, window: int) -> None:
+    """The first of them is taken back, with what it has written, and runs whole; one that only counts is split."""
+    told, ours = told_by(step, behind=True, collator=only_tokens, gradient_accumulation_steps=window)
+    wanted = {Sends: "as it came", Counts: "split"}.get(step, "joint")
+    if step is Empties and window == 1:  # nothing is there to be emptied, but by the parts before
+        wanted = "joint"
+    assert way_of(ours) == wanted
+    assert len(told) == (wanted != "split")
+    if wanted == "joint":
+        with pytest.raises(TrainingStepError, match="in front of the mixin"):
+            cases.train(step, padmin=SPLIT, behind=True, collator=only_tokens, gradient_accumulation_steps=window)
+
+
+class Later(Quiet):
+    """From the third step on."""
+
+    def loss_of(self, outputs: Any, inputs: Any) -> Tensor:
+        loss = self.token_loss(outputs, inputs)
+        return self.later(loss, inputs) if self.state.global_step > 2 else loss
+
+    def later(self, loss: Tensor, inputs: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class LogsLater(Later):
+    def later(self, loss: Tensor, inputs: Any) -> Tensor:
+        self.log({"seen": float(loss.detach())})
+        return loss
+
+
+class FailsLater(Later):
+    def later(self, loss: Tensor, inputs: Any) -> Tensor:
+        if len(inputs["input_ids"]) != self.args.per_device_train_batch_size:
+            raise RuntimeError("a part of a batch")
+        return loss
+
+
+class FloodsLater(Later):
+    def later(self, loss: Tensor, inputs: Any) -> Tensor:
+        return (loss - 3.6).abs() + 3.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("step", [LogsLater, FailsLater, FloodsLater])
+def test_what_begins_in_the_middle(step: type, window: int) -> None:
+    [words], ours = told_by(step, behind=True, gradient_accumulation_steps=window, num_train_epochs=3)
+    assert "from step 1 on" not in words
+    assert way_of(ours) == "joint"
+    if step is LogsLater:  # the control: once per part
+        split = cases.train(step, padmin=SPLIT, behind=True, gradient_accumulation_steps=window, num_train_epochs=3)
+        assert sum("seen" in each for each in split.logs) > sum("seen" in each for each in ours.logs) > 0
+
+
+@pytest.mark.slow
+def test_what_was_refused_by_name() -> None:
+    """Hooks, noise by the width of a call, batch statistics, a balance loss, positions scaled by the longest row."""
+
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.inner, self.norm, self.head = cases.llama(), nn.BatchNorm1d(16), nn.Linear(16, 3)
+            self.double()
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, kind: Tensor, labels: Any = None) -> Any:
+            outputs = self.inner(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True)
+            return {"loss": cross_entropy(self.head(self.norm(cases.pooled(outputs, attention_mask))), kind)}
+
+    def hooked() -> nn.Module:
+        model = cases.llama()
+        model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return model
+
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    for make, options, way in (
+        (hooked, {"collator": only_tokens}, "joint"),
+        (cases.llama, {"collator": only_tokens, "neftune_noise_alpha": 5.0}, "as it came"),
+        (Normalised, {}, "joint"),
+        (lambda: cases.llama(rope_parameters=rope, max_position_embeddings=8), {"collator": only_tokens}, None),
+    ):
+        told, ours = told_by(None, make, **options)
+        assert len(told) == 1
+        assert way is None or way_of(ours) == way
+        assert way != "joint" or halves(ours)
+
+
+class ReadsLater(Quiet):
+    """A coupled loss, and from the fifth step on what stands at padding."""
+
+    def loss_of(self, outputs: Any, inputs: Any) -> Tensor:
+        loss = self.pairs(outputs, inputs)
+        return loss + 0.1 * outputs.logits.mean() if self.state.global_step > 3 else loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 2])
+def test_what_reads_padding_later_runs_as_it_came_from_there(window: int) -> None:
+    """The loss is looked at before it is sent backward, and taken once more; not where it leaves something behind."""
+    told, ours = told_by(ReadsLater, num_train_epochs=4, gradient_accumulation_steps=window)
+    assert [JOINT in told[0], AS_IT_CAME in told[1], len(told)] == [True, True, 2]
+    assert way_of(ours) == "as it came"
+
+    class Counts(ReadsLater):
+        seen = 0
+
+        def loss_of(self, outputs: Any, inputs: Any) -> Tensor:
+            self.seen += 1
+            return super().loss_of(outputs, inputs)
+
+    with pytest.warns(PadMinWarning, match=JOINT), pytest.raises(GradientCheckError, match="audit of step"):
+        cases.train(Counts, padmin=AUTO, num_train_epochs=4, gradient_accumulation_steps=window)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 2])
+def test_what_a_loss_logs_itself(window: int) -> None:
+    """Once for each batch, as ever, of a sum over the targets of a window; where that does not fit, once per part."""
+
+    class Logs:
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+            found = super().compute_loss(model, inputs, return_outputs, **options)
+            self.log({"seen": float((found[0] if return_outputs else found).detach())})
+            return found
+
+    options = {"collator": only_tokens, "gradient_accumulation_steps": window}
+    [words], ours = told_by(Logs, **options)
+    assert "the loss logs 'seen' itself" in words
+    split = cases.train(Logs, padmin=replace(AUTO, token_budget=64), **options)
+    assert way_of(split) == "split"
+    assert len(split.logs) > len(ours.logs)
+
+
+class Pooled(nn.Module):
+    """An encoder of one's own, packed, whose rows are compared with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = Recurrent()
+        self.double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, kind: Any = None, labels: Any = None) -> Any:
+        return {"loss": cases.contrast(self.encoder(input_ids, attention_mask.sum(1)))}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.cells = nn.Embedding(cases.VOCABULARY, 12), nn.GRU(12, 12, batch_first=True)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.words(ids), lengths, batch_first=True, enforce_sorted=False)
+        _, last = self.cells(packed)
+        hidden: Tensor = last[-1]
+        return hidden
+
+
+@pytest.mark.slow
+def test_an_encoder_that_is_no_model_of_transformers() -> None:
+    told, ours = told_by(None, Pooled)
+    assert [JOINT in words for words in told] == [True]
+    assert halves(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["joint", "as it came"])
+def test_a_checkpoint_keeps_the_way(way: str, tmp_path: Path) -> None:
+    step, make, collator = (cases.Weighted, cases.llama, cases.collate)
+    if way == "as it came":
+        step, make, collator = None, lambda: cases.bert(cases.QUESTIONS[0]), cases.QUESTIONS[1]
+    options = {"collator": collator, "save_strategy": "steps", "save_steps": 4, "output_dir": str(tmp_path)}
+    with pytest.warns(PadMinWarning, match=JOINT if way == "joint" else AS_IT_CAME):
+        whole = cases.train(step, make, AUTO, **options)
+    saved = str(tmp_path / "checkpoint-4")
+    # Nothing is told once more; and where batches have become too large meanwhile, that is refused.
+    again = cases.train(step, make, AUTO, resume=saved, **options)
+    assert way_of(again) == way
+    assert float((again.parameters - whole.parameters).abs().max()) <= EXACT
+    assert again.trainer.state.log_history[-2]["padmin/mode"] == (1 if way == "joint" else 3)
+    with pytest.raises(BatchError, match="token_budget=64"):
+        cases.train(step, make, replace(AUTO, token_budget=64), resume=saved, **options)

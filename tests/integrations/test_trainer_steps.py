@@ -19,7 +19,7 @@ from lightning_padmin.architectures.gradient_hooks import GradientHookError
 from lightning_padmin.errors import ConfigError, TrainingStepError
 from lightning_padmin.integrations.transformers import PadMinTrainerMixin, engine
 
-BUDGET = PadMinConfig(token_budget=64, launch_cost=4, pad_token_id=0)
+BUDGET = PadMinConfig(mode="split", token_budget=64, launch_cost=4, pad_token_id=0)
 
 
 class Ours(PadMinTrainerMixin, Trainer):
