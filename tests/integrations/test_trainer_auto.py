@@ -107,7 +107,7 @@ def test_a_term_that_comes_later(window: int) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_it_is_trained_on() -> None:
-    small, (kind, collator) = replace(UNDECLARED, token_budget=64), cases.QUESTIONS
+    small, (kind, collator) = replace(AUTO, token_budget=64), cases.QUESTIONS
     with pytest.raises(GradientCheckError, match=r"slots takes more memory than token_budget=64 allows: set token_bud"):
         cases.train(None, lambda: cases.bert(kind), padmin=small, collator=collator)
     with pytest.raises(GradientCheckError, match=r"Run the model in chunks with mode='joint'"):
@@ -132,7 +132,7 @@ def refused(error: type[Exception], match: str, make: Any = cases.llama, **optio
 
 @pytest.mark.slow
 def test_too_large_a_batch_is_named_with_what_speaks_against_splitting_it() -> None:
-    small, fix = replace(UNDECLARED, token_budget=64), r".*token_budget=64 allows: set token_budget=240 or None"
+    small, fix = replace(AUTO, token_budget=64), r".*token_budget=64 allows: set token_budget=240 or None"
     kind, collator = cases.QUESTIONS
     of_questions: Any = {"make": lambda: cases.bert(kind), "collator": collator}
     refused(GradientCheckError, f"first-batch check.*{fix}", step=None, padmin=small, **of_questions)
@@ -146,7 +146,7 @@ def test_too_large_a_batch_is_named_with_what_speaks_against_splitting_it() -> N
 
     later = r"as they came by now.*240 slots, and token_budget=120"
     with pytest.warns(PadMinWarning, match=AS_IT_CAME), pytest.raises(BatchError, match=later):
-        cases.train(Grows, padmin=replace(UNDECLARED, token_budget=120), behind=True, **of_questions)
+        cases.train(Grows, padmin=replace(AUTO, token_budget=120), behind=True, **of_questions)
 
 
 @pytest.mark.slow
@@ -462,10 +462,15 @@ def test_a_checkpoint_keeps_the_way(way: str, tmp_path: Path) -> None:
     with pytest.warns(PadMinWarning, match=JOINT if way == "joint" else AS_IT_CAME):
         whole = cases.train(step, make, AUTO, **options)
     saved = str(tmp_path / "checkpoint-4")
-    # Nothing is told once more; and where batches have become too large meanwhile, that is refused.
+    # Nothing is told once more; and where batches have become too large meanwhile, they are replayed, or refused.
     again = cases.train(step, make, AUTO, resume=saved, **options)
     assert way_of(again) == way
     assert float((again.parameters - whole.parameters).abs().max()) <= EXACT
     assert again.trainer.state.log_history[-2]["padmin/mode"] == (1 if way == "joint" else 3)
+    small = replace(AUTO, token_budget=64)
+    if way == "joint":
+        replayed = cases.train(step, make, small, resume=saved, **options)
+        assert float((replayed.parameters - whole.parameters).abs().max()) <= EXACT
+        return
     with pytest.raises(BatchError, match="token_budget=64"):
-        cases.train(step, make, replace(AUTO, token_budget=64), resume=saved, **options)
+        cases.train(step, make, small, resume=saved, **options)
