@@ -76,7 +76,7 @@ def audits(make: Make, rank: int) -> dict[str, Any]:
         "wrong": carry_out(make, rank, exact, batches(rank), "audit", "row-mean"),
         "rare": carry_out(make, rank, by_class, with_rare(rank), "audit"),
         "rare unseen": carry_out(make, rank, by_class, with_rare(rank), "first-batch"),
-        "late": carry_out(make, rank, late, batches(rank), "audit"),
+        "late": carry_out(make, rank, late, batches(rank, 8), "audit"),
         "late unseen": carry_out(make, rank, late, batches(rank), "first-batch"),
     }
 
@@ -88,8 +88,10 @@ def assert_audited(ranks: Sequence[dict[str, Any]], bound: float) -> None:
         ranks: what `audits` returned on each.
         bound: of parameters, relative.
     """
-    # At the next batch: it is known behind a pass. Or at once, where the batch is looked at anyway.
-    late_at = LATE + 1 + (f"audit of step {LATE + 2} " in ranks[0]["late"]["error"])
+    # At the next batch: it is known behind a pass. Or at once, where the batch is looked at anyway; or one later, where
+    # gradients of shards wait to be reduced, which a check would mix with its own.
+    steps = (LATE + 1, LATE + 2, LATE + 3)
+    late_at = next((step for step in steps if f"audit of step {step} " in ranks[0]["late"]["error"]), 0)
     for found in ranks:
         stock, ours = (found[name]["parameters"] for name in ("stock", "exact"))
         assert not found["exact"]["error"]
