@@ -523,7 +523,7 @@ class Training:
             return error
         new, since = sorted(map(self._losses.words, ledger.new)), max(0, ledger.step - ledger.last - 1)
         shown = f"the first with {', '.join(new[:4])}{', ...' if len(new) > 4 else ''}" if new else "looked at in turn"
-        if not ledger.wants:
+        if not ledger.wants and self.topology.world > 1:
             shown = "for what it shows on another rank"
         had_passed = "other rows of it" if ledger.last == ledger.step else f"step {ledger.last}"
         undone = f"; {since} step{'s' if since > 1 else ''} since then {'are' if since > 1 else 'is'} not undone"

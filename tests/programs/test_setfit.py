@@ -27,8 +27,10 @@ Stock = setfit.trainer.BCSentenceTransformersTrainer
 class Padded(PadMinTrainerMixin, Stock):  # type: ignore[misc, valid-type]
     """As a program of the user's has it."""
 
+    mode = "joint"
+
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, padmin=PadMinConfig(mode="joint", token_budget=160, launch_cost=4), **options)
+        super().__init__(*args, padmin=PadMinConfig(mode=self.mode, token_budget=480, launch_cost=4), **options)
 
 
 def trained(loss: Any) -> tuple[Any, torch.Tensor]:
@@ -44,8 +46,11 @@ def trained(loss: Any) -> tuple[Any, torch.Tensor]:
     return trainer, torch.cat([p.detach().flatten() for p in body.parameters()])
 
 
+@pytest.mark.filterwarnings("ignore:PadMinTrainerMixin. mode='auto'. from step 1 on, model calls run in chunks")
+@pytest.mark.parametrize("mode", ["joint", "auto"])
 @pytest.mark.parametrize("loss", [losses.CosineSimilarityLoss, losses.BatchAllTripletLoss])
-def test_weights_are_the_stock_ones(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_the_stock_ones(loss: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Padded, "mode", mode)
     _, wanted = trained(loss)
     monkeypatch.setattr(setfit.trainer, "BCSentenceTransformersTrainer", Padded)
     ours, found = trained(loss)
