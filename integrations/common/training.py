@@ -325,11 +325,15 @@ class Training:
             return False
         rows = row_facets(leaves, schema, table, self.values)
         of_batch = batch_facets(leaves, schema, self.values) | model_facets(*parts_of(self.model))
-        of_batch |= {"chunks that are replayed"} if self.replays else set()
+        of_batch |= self._facets_of_way
         self._shown, self._rows = (of_batch, rows), len(table)
         self._let_go()
         self.ledger.show(of_batch | reasons(rows))
         return self.ledger.wants
+
+    @property
+    def _facets_of_way(self) -> set[str]:
+        return {"chunks that are replayed"} if self.replays else set()
 
     def refuse_whole(self, slots: int) -> None:
         """Raises BatchError: a batch of so many slots stays whole, and is too large for that."""
@@ -415,7 +419,7 @@ class Training:
         if self.way == "as it came":
             return None
         shown = [plain_facets(batch, self.values) for batch in batches]
-        of_all = set().union(*shown) | model_facets(*parts_of(self.model))
+        of_all = set().union(*shown) | model_facets(*parts_of(self.model)) | self._facets_of_way
         self._let_go()
         self.ledger.show(reasons(of_all))
         self.audit_is_due = bool(self.topology.exchange([int(self.ledger.wants)]).any())

@@ -285,10 +285,19 @@ class WholeSteps:
         is_more = len(self._losses) >= _MOST_LOSSES
         if self._training.way == "as it came" or (is_more and (self._ladder is None or not self._is_due)):
             return
-        given = self._within_budget(_shallow(args), _shallow(options))
+        whole = _shallow(args), _shallow(options)
+        few = self._within_budget(*whole)
+        given = few or whole
 
         def again() -> Any:
-            return _loss_of(compute_loss(*_fresh(given[0]), **_fresh(given[1])))
+            try:
+                return _loss_of(compute_loss(*_fresh(given[0]), **_fresh(given[1])))
+            except (PadMinError, OnlyBackwardError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if few is None or self._topology.world > 1:
+                    raise
+                raise _of_few_rows(error) from error
 
         if not is_more:
             self._losses.append(again)
@@ -302,18 +311,23 @@ class WholeSteps:
                 raise
             self._go_over(error)
 
-    def _within_budget(self, args: Any, options: Any) -> tuple[Any, Any]:
-        """Arguments of a loss for a check: of batches that are replayed no more rows than the budget holds, or four."""
+    def _within_budget(self, args: Any, options: Any) -> tuple[Any, Any] | None:
+        """Arguments of a loss for a check: of batches that are replayed no more rows than the budget holds, or four.
+
+        None where the whole batch is no more than that.
+        """
         may_replay = self._training.keeps is not None or self._session.config.mode == "replay"
         if not may_replay or (not self._is_due and self._topology.world > 1):
-            return args, options
+            return None
         inputs = args[1] if len(args) > 1 else options.get("inputs")
         number = len_of(inputs)
         if self._training.replays and number:
             fitting = (self._config.token_budget or self._training.slots) * number // max(self._training.slots, 1)
             number = min(number, max(_FEWEST_ROWS, fitting - fitting % 2))
         number = int(self._topology.exchange([number]).min())  # losses may gather what ranks compute
-        few = few_rows(inputs, number) if 0 < number < len_of(inputs) else inputs
+        if not 0 < number < len_of(inputs):
+            return None
+        few = few_rows(inputs, number)
         return ((args[0], few, *args[2:]), options) if len(args) > 1 else (args, options | {"inputs": few})
 
     @property
@@ -597,6 +611,14 @@ def _backbone(module: nn.Module) -> nn.Module:
 
 def _modules(sites: Mapping[str, nn.Module | CallSite]) -> list[nn.Module]:
     return [each.module if isinstance(each, CallSite) else each for each in sites.values()]
+
+
+def _of_few_rows(error: Exception) -> GradientCheckError:
+    return GradientCheckError(
+        f"first-batch check: the step fails on a few rows of a batch ({type(error).__name__}: {error}), and on all of "
+        "it a check would take the memory that replay is there to save. Use mode='joint' if a whole batch fits, or "
+        "make sure of it on smaller batches and set check='off'"
+    )
 
 
 def _loss_of(result: Any) -> Any:

@@ -203,7 +203,7 @@ class _Proxy:
             with run.inside(_A_CHUNK):  # also when it runs again, and the step that this was a part of still runs
                 return original(*args, **inputs)
 
-        return recomputed(chunk, *args, **inputs) if run.replays else chunk(*args, **inputs)
+        return recomputed(chunk, self._model, *args, **inputs) if run.replays else chunk(*args, **inputs)
 
     def _tried(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[Any] | None:
         """Outputs of a call that has been proven to be the same in chunks; None where there is nothing to remove.

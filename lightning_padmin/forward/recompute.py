@@ -4,37 +4,46 @@ Activation checkpointing (Chen et al., 2016, arXiv:1604.06174) with the chunk as
 outputs of all chunks that is what is known as gradient caching (Gao et al., 2021, arXiv:2101.06983): outputs of the
 whole batch and activations of one chunk at a time, at the price of a second forward pass. The graph stays one, so
 there is one backward pass, in which each parameter's gradient is complete once.
+
+The second pass finds the module as the first one did: random numbers, training flags, which parameters are trained,
+numbers and names among attributes (the adapter that is active, a counter), and buffers of one number. What a step does
+to weights between the two is not undone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_padmin.runtime import RandomState
 
+_PLAIN = (bool, int, float, str, type(None), list, tuple)
+_MISSING = object()
 
-def recomputed(function: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
-    """What a function returns, without its activations, which it is called again for, with random numbers of this call.
+
+def recomputed(function: Callable[..., Any], module: nn.Module, *args: Any, **inputs: Any) -> Any:
+    """What a function returns, without its activations, which it is called again for.
 
     Args:
         function: of tensors, in containers or not.
+        module: what it calls.
         args: its inputs; what is written into them later on is not seen by the second call.
         inputs: the same by name.
     """
     if not torch.is_grad_enabled():
         return function(*args, **inputs)
-    given, kept, before = (args, inputs), _copies((args, inputs)), RandomState()
+    given, kept, random, state = (args, inputs), _copies((args, inputs)), RandomState(), _State(module)
     has_run = False
 
     def run(*_: Tensor) -> Any:
         nonlocal has_run, given
         if has_run:
-            with before.again():
+            with random.again(), state.again():
                 return function(*kept[0], **kept[1])
         has_run, own, given = True, given, ((), {})
         return function(*own[0], **own[1])
@@ -43,6 +52,50 @@ def recomputed(function: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
     _mapped(kept, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
     # Tensors are handed over for their device alone, whose autocast is the same in the second call.
     return checkpoint(run, *found[:1], use_reentrant=False, preserve_rng_state=False)
+
+
+class _State:
+    """What a module is like, where that is cheap to tell."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._kept, self._trained, self._numbers = self._attributes(), self._flags(), self._copied()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """As it was then; afterwards as it is now."""
+        now = self._attributes(), self._flags(), self._copied()
+        _put(self._kept, self._trained, self._numbers)
+        try:
+            yield
+        finally:
+            _put(*now)
+
+    def _attributes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        spaces = [vars(each) for each in self._module.modules()]
+        return [(space, {name: each for name, each in space.items() if type(each) in _PLAIN}) for space in spaces]
+
+    def _flags(self) -> list[tuple[nn.Parameter, bool]]:
+        return [(each, each.requires_grad) for each in self._module.parameters()]
+
+    def _copied(self) -> list[tuple[Tensor, Tensor]]:
+        return [(each, each.detach().clone()) for each in self._module.buffers() if each.numel() == 1]
+
+
+def _put(
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]],
+    flags: list[tuple[nn.Parameter, bool]],
+    numbers: list[tuple[Tensor, Tensor]],
+) -> None:
+    for space, kept in attributes:
+        for name, value in kept.items():
+            if space.get(name, _MISSING) is not value:
+                space[name] = value
+    for parameter, flag in flags:
+        if parameter.requires_grad is not flag:
+            parameter.requires_grad_(flag)
+    for number, value in numbers:
+        number.data.copy_(value)  # unseen by those who keep it for the backward pass
 
 
 def _copies(node: Any) -> Any:

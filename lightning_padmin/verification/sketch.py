@@ -113,7 +113,8 @@ def _send_backward(value: Tensor, parameters: Sequence[nn.Parameter], by_backwar
     # A hook on the loss may run a graph of its own, as where gradients are cached.
     is_apart = not {id(each) for each in leaves} & {id(each) for each in parameters}
     with _kept_gradients([*parameters, *leaves]):
-        if by_backward or is_checkpointed or is_apart:
+        is_switched = not all(each.requires_grad for each in parameters)  # by the step, as where adapters take turns
+        if by_backward or is_checkpointed or is_apart or is_switched:
             torch.autograd.backward(value)
             return True
         try:
@@ -153,7 +154,8 @@ def _kept_gradients(tensors: Sequence[Tensor]) -> Iterator[None]:
     before = [each.grad for each in unique]
     for each in unique:
         each.grad = None
-    handles = [each.register_post_accumulate_grad_hook(drop) for each in unique]  # type: ignore[no-untyped-call]
+    with_hook = [each for each in unique if each.requires_grad]
+    handles = [each.register_post_accumulate_grad_hook(drop) for each in with_hook]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

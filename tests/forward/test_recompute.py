@@ -18,10 +18,10 @@ class Draws(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.calls, self.body = 0, nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+        self.calls, self.body = list[int](), nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)).double()
 
     def forward(self, inputs: Tensor, *, more: dict[str, Any]) -> dict[str, Tensor]:
-        self.calls += 1
+        self.calls.append(1)
         mask = torch.rand_like(inputs) > random.random() / 2
         return {"out": self.body(inputs * mask + more["shift"]).tanh(), "count": mask.sum()}
 
@@ -31,20 +31,20 @@ def gradients(function: Any, inputs: Tensor, shift: Tensor, *, between: bool = T
     module, given = Draws(), (inputs.clone(), shift.clone().requires_grad_())
     torch.manual_seed(1)
     random.seed(1)
-    found = function(module, given[0], more={"shift": given[1]})
+    found = function(module, module, given[0], more={"shift": given[1]})
     if between:
         torch.rand(3)
         given[0].zero_()
     drawn = torch.random.get_rng_state()
     found["out"].pow(2).sum().backward()
     assert torch.equal(torch.random.get_rng_state(), drawn)
-    assert module.calls == 1 + (function is recomputed)
+    assert len(module.calls) == 1 + (function is recomputed)
     return [given[1].grad, *(p.grad for p in module.parameters())]
 
 
 def test_gradients_are_those_of_the_first_call() -> None:
     inputs, shift = torch.randn(4, 5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
-    wanted = gradients(lambda module, *args, **named: module(*args, **named), inputs, shift, between=False)
+    wanted = gradients(lambda module, _, *args, **named: module(*args, **named), inputs, shift, between=False)
     for found, each in zip(gradients(recomputed, inputs, shift), wanted, strict=True):
         torch.testing.assert_close(found, each, rtol=0, atol=0)
 
@@ -52,8 +52,8 @@ def test_gradients_are_those_of_the_first_call() -> None:
 def test_without_a_gradient_it_is_one_call() -> None:
     module = Draws()
     with torch.no_grad():
-        recomputed(module, torch.zeros(2, 5).double(), more={"shift": torch.zeros(5).double()})
-    assert module.calls == 1
+        recomputed(module, module, torch.zeros(2, 5).double(), more={"shift": torch.zeros(5).double()})
+    assert module.calls == [1]
 
 
 def test_a_function_that_changes_between_its_calls_is_an_error() -> None:
@@ -65,4 +65,43 @@ def test_a_function_that_changes_between_its_calls_is_an_error() -> None:
 
     grows.calls = 0  # type: ignore[attr-defined]
     with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        recomputed(grows, torch.randn(2, 3)).sum().backward()
+        recomputed(grows, module, torch.randn(2, 3)).sum().backward()
+
+
+def test_the_second_call_finds_the_module_as_the_first_one_did() -> None:
+    """Flags, an adapter that is active, counters, and which parameters are trained; and leaves it as it is."""
+
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.adapters, self.active = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("one", "two")}), "one"
+            self.dropout = nn.Dropout(0.5)
+            self.register_buffer("steps", torch.zeros(()))
+            self.count = 0
+
+        def switch(self, name: str) -> None:
+            self.active = name
+            for each, adapter in self.adapters.items():
+                adapter.requires_grad_(each == name)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.count += 1
+            self.steps += 1
+            return self.dropout(self.adapters[self.active](inputs).tanh()).tanh() * self.count * float(self.steps)
+
+    inputs, found = torch.randn(4, 3), []
+    for function in (lambda call, module, *args: call(*args), recomputed):
+        module, total = Switched(), torch.zeros(())
+        for name, training in (("one", True), ("two", False), ("one", False)):
+            module.switch(name)
+            module.train(training)
+            torch.manual_seed(len(name))
+            total = total + function(module, module, inputs).sum()
+        module.train()
+        total.backward()
+        assert (module.count, float(module.steps), module.active, module.training) == (3, 3.0, "one", True)
+        found.append([p.grad for p in module.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert [each is not None for each in found[0]] == [True, True, False, False]  # the one that is trained in the end
