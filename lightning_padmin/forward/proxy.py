@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -114,7 +115,7 @@ class _Run:
     anew: bool
     replays: bool
     calls: Calls = field(default_factory=Calls)
-    running: object = None  # the proxy whose chunks run, or `_A_CHUNK` inside of one of them
+    running: object = None  # the proxy whose chunks run
 
     @property
     def is_alone(self) -> bool:
@@ -144,7 +145,13 @@ class _Run:
             _TOLD.setdefault(site.module, Notices())(words)
 
 
-_A_CHUNK = object()
+class _Here(threading.local):
+    """How many chunks this thread is inside of: one that runs again may do so while another context is open."""
+
+    chunks = 0
+
+
+_here = _Here()
 _TOLD: WeakKeyDictionary[nn.Module, Notices] = WeakKeyDictionary()
 
 
@@ -185,9 +192,9 @@ class _Proxy:
     @contextmanager
     def installed(self) -> Iterator[None]:
         def forward(*args: Any, **inputs: Any) -> Any:
-            if self._run.running is None:
-                return self._forward(*args, **inputs)
-            return self._chunk(*args, **inputs) if self._run.running is self else self._original(*args, **inputs)
+            if _here.chunks or self._run.running not in (None, self):
+                return self._original(*args, **inputs)
+            return self._forward(*args, **inputs) if self._run.running is None else self._chunk(*args, **inputs)
 
         with replaced(self._model, forward=_StandIn(forward, self._model)):
             yield
@@ -197,13 +204,16 @@ class _Proxy:
 
     def _chunk(self, *args: Any, **inputs: Any) -> Any:
         """The module's own call, with one chunk."""
-        run, original = self._run, self._original
+        original = self._original
 
         def chunk(*args: Any, **inputs: Any) -> Any:
-            with run.inside(_A_CHUNK):  # also when it runs again, and the step that this was a part of still runs
+            _here.chunks += 1
+            try:
                 return original(*args, **inputs)
+            finally:
+                _here.chunks -= 1
 
-        return recomputed(chunk, self._model, *args, **inputs) if run.replays else chunk(*args, **inputs)
+        return recomputed(chunk, self._model, *args, **inputs) if self._run.replays else chunk(*args, **inputs)
 
     def _tried(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[Any] | None:
         """Outputs of a call that has been proven to be the same in chunks; None where there is nothing to remove.
