@@ -113,7 +113,8 @@ class Ladder:
         training, way = self._training, self.left[0]
         slots = int(training.topology.exchange([training.slots]).max())
         if self._budget is not None and slots > self._budget and not self.replays(way):
-            raise too_large(error, slots, self._budget) from of_step
+            own = of_step if self.rung == "split" else None  # a step that fails by itself does so on few rows, too
+            raise own or too_large(error, slots, self._budget) from of_step
         self._because(reason_of(error))
         training.go_over(way)
         self._bound()

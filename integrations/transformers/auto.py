@@ -201,12 +201,15 @@ class Auto:
         Raises:
             GradientCheckError: so this one should stay whole.
         """
-        budget = self._session.config.token_budget
         if self._ladder is None or not self._ladder.left:
             return
         told = self._training.topology.exchange([int(bool(names)), self._slots])
-        if told[:, 0].any() and (budget is None or int(told[:, 1].max()) <= budget):
+        if told[:, 0].any() and self._may_stay_whole(int(told[:, 1].max())):
             raise _of_logs(names or ("what another rank logs",))
+
+    def _may_stay_whole(self, slots: int) -> bool:
+        budget, left = self._session.config.token_budget, self.ladder.left
+        return budget is None or slots <= budget or (bool(left) and self.ladder.replays(left[0]))
 
     @contextmanager
     def logs_of_parts(self, count: int, can_be_had_back: bool) -> Iterator[None]:
@@ -216,8 +219,7 @@ class Auto:
             count: of parts.
             can_be_had_back: whether another way may follow.
         """
-        budget = self._session.config.token_budget
-        if count < 2 or not can_be_had_back or (budget is not None and self._slots > budget):
+        if count < 2 or not can_be_had_back or not self._may_stay_whole(self._slots):
             yield
             return
 

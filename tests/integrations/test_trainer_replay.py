@@ -54,6 +54,38 @@ def test_by_itself(window: int) -> None:
     assert {each["way"] for each in ours.trainer._padmin._session.audits.state()} <= {"joint", "replay"}
 
 
+class Outer(nn.Module):
+    """Calls a model of transformers, whose calls would run in chunks by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = cases.llama()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
+        found: Tensor = self.inner.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+        return found
+
+
+class OfOuter(cases.Own):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        hidden = model(inputs["input_ids"], inputs["attention_mask"])
+        weight = inputs["attention_mask"].to(hidden.dtype)[..., None]
+        return cases.contrast((hidden * weight).sum(1) / weight.sum(1))
+
+
+def test_a_model_inside_of_what_runs_again() -> None:
+    """Its calls are a part of the chunk, in the backward pass too."""
+    [words], _ = told_by(OfOuter, AUTO, make=Outer, num_train_epochs=1)
+    assert "mode='replay' where a batch has more slots than the budget" in words
+
+
+@pytest.mark.slow
+def test_values_that_a_loss_logs_are_of_the_whole_batch() -> None:
+    """A loss that could be split, but logs by itself."""
+    [words], _ = told_by(cases.Own, AUTO, num_train_epochs=1)
+    assert "the loss logs 'guessed' itself" in words
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("step", cases.OWN)
 def test_others_by_themselves(step: type) -> None:
