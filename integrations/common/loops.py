@@ -138,8 +138,11 @@ class LossCheck:
         # Ranks run equally many chunks where forward passes are collective.
         exchange = training.topology.exchange if training.topology.kind == "sharded" else None
         kept, replays = None if differs else self._forwards, training.replays and not differs
+        verifies = not anew and training.was_audited
         tell = self._ladder.refuses_left if replays else self._session.notices
-        return chunked(self._sites, config, exchange, kept=kept, tell=tell, anew=anew, replays=replays)
+        return chunked(
+            self._sites, config, exchange, kept=kept, tell=tell, anew=anew, replays=replays, verifies=verifies
+        )
 
     def prepare(self, batch: Any) -> MicroBatches:
         """The micro-batches of a batch whose loop has no loss function that could be asked."""

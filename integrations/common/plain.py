@@ -50,14 +50,17 @@ def len_of(batch: Any) -> int:
 
 
 def few_rows(batch: Any, number: int) -> Any:
-    """So many rows from all over a batch of `len_of` rows.
+    """So many rows of all lengths of a batch of `len_of` rows, the shortest and the longest among them.
 
     Args:
         batch: it is only read.
         number: of rows.
     """
     count = len_of(batch)
-    rows = torch.linspace(0, count - 1, number).round().long()
+    told, are_masks = _telling(_leaves(batch))
+    length = sum((each.flatten(1) != 0).sum(1).cpu() for each in told) if are_masks else torch.arange(count)
+    order = torch.as_tensor(length).argsort(stable=True)
+    rows = order[torch.linspace(0, count - 1, number).round().long()].sort().values
 
     def cut(path: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim:

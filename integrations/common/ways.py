@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lightning_padmin.batch import RowTable
-from lightning_padmin.errors import BatchError, PadMinError
+from lightning_padmin.errors import GradientCheckError, PadMinError
 from lightning_padmin.integrations.common.topology import has_static_graph
 from lightning_padmin.integrations.common.training import Training
 from lightning_padmin.microbatching import MicroBatch
@@ -115,7 +115,7 @@ class Ladder:
         if self._budget is not None and slots > self._budget and not self.replays(way):
             own = of_step if self.rung == "split" else None  # a step that fails by itself does so on few rows, too
             raise own or too_large(error, slots, self._budget) from of_step
-        self._because(reason_of(error))
+        self._because(reason_of(error), str(error))
         training.go_over(way)
         self._bound()
 
@@ -129,18 +129,20 @@ class Ladder:
             self._reasons = []
 
     def refuses_left(self, words: str) -> None:
-        """Raises BatchError: in a batch above the budget a call cannot run in chunks; says which, and why."""
+        """Raises GradientCheckError: in a batch above the budget a call cannot run in chunks; says which, and why."""
         slots = self._training.slots
-        raise BatchError(
+        error = GradientCheckError(
             f"{words}. Batches stay whole, since otherwise training would change: {'; '.join(self._why)}. This one has "
             f"{slots:,} slots, and that call takes the memory of all of them, more than token_budget={self._budget} "
             f"allows: set token_budget={slots} or None, if it fits, as it does where it trained without padmin; or "
             "make batches smaller"
         )
+        error.is_declaration = True
+        raise error
 
-    def _because(self, reason: str) -> None:
+    def _because(self, reason: str, words: str | None = None) -> None:
         self._reasons.append(reason)
-        self._why.append(reason)
+        self._why.append((words or reason).rstrip("."))
 
     def replays(self, way: str) -> bool:
         """Whether larger batches that go this way are replayed."""

@@ -477,7 +477,8 @@ class WholeSteps:
         replays, tell = self._training.replays, None
         if self._ladder is not None:
             tell = self._ladder.refuses_left if replays else self._session.notices
-        return chunked(sites, self._config, self._exchange, None, self._forwards, tell, anew, replays)
+        verifies = not anew and self._training.was_audited
+        return chunked(sites, self._config, self._exchange, None, self._forwards, tell, anew, replays, verifies)
 
     def _judged(self, found: Apart) -> Outcome:
         part, words = self._words.part, self._words

@@ -563,7 +563,8 @@ class PadMinCallback(pl.Callback):
         exchange = self._topology.exchange if lightning_loop.has_collective_forwards(self._trainer) else None
         config, gate = self._config_of(joint=True), self._training.gate
         tells, replays = self._tells and self._tells_left, self._training.replays
-        with chunked(self._sites, config, exchange, gate, self._forwards, tells, replays=replays) as calls:
+        kept, verifies = self._forwards, self._training.was_audited
+        with chunked(self._sites, config, exchange, gate, kept, tells, False, replays, verifies) as calls:
             yield
         if not calls:
             names = ", ".join(name for name in list(self._sites)[:4])

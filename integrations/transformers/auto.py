@@ -138,7 +138,8 @@ class Auto:
         place, why = max(ways.index(now), ways.index(self.least)), self._known
         if ways[place] == "split":
             why = self._why_not_split(read)
-            place = int(why is not None)
+            is_of_model = isinstance(why, ArchitectureError)  # whose rows depend on each other in chunks, too
+            place = ways.index("as it came") if is_of_model else int(why is not None)
         told = training.topology.exchange([place, self._slots])
         if int(told[:, 0].max()) > place:
             place, why = int(told[:, 0].max()), PadMinError("so another rank has found")

@@ -49,6 +49,7 @@ def chunked(
     tell: Callable[[str], None] | None = None,
     anew: bool = False,
     replays: bool = False,
+    verifies: bool = False,
 ) -> Iterator[Calls]:
     """While the context is open, calls of these modules run in chunks.
 
@@ -69,11 +70,12 @@ def chunked(
             module holds for the attributes and buffers that it had.
         replays: whether a chunk's activations are not kept, and it runs again in the backward pass; see `recomputed`.
             Calls without padding run in chunks then, too.
+        verifies: whether such chunks make sure of the module's weights, too.
 
     Yields:
         The `PaddingStats` of each call that ran in chunks.
     """
-    run = _Run(config, exchange, gate, {} if kept is None else kept, tell, anew, replays)
+    run = _Run(config, exchange, gate, {} if kept is None else kept, tell, anew, replays, verifies)
     with ExitStack() as stack:
         for name, each in models.items():
             site = each if isinstance(each, CallSite) else CallSite(name, each)
@@ -114,6 +116,7 @@ class _Run:
     tell: Callable[[str], None] | None
     anew: bool
     replays: bool
+    verifies: bool
     calls: Calls = field(default_factory=Calls)
     running: object = None  # the proxy whose chunks run
 
@@ -213,7 +216,9 @@ class _Proxy:
             finally:
                 _here.chunks -= 1
 
-        return recomputed(chunk, self._model, *args, **inputs) if self._run.replays else chunk(*args, **inputs)
+        if not self._run.replays:
+            return chunk(*args, **inputs)
+        return recomputed(chunk, self._model, args, inputs, verifies=self._run.verifies)
 
     def _tried(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[Any] | None:
         """Outputs of a call that has been proven to be the same in chunks; None where there is nothing to remove.
@@ -301,10 +306,12 @@ class _ModelProxy(_Proxy):
                 raise refused.error from None
         why = self._why_not(own_name, inputs)
         if why is None:
-            try:
-                return self._in_chunks(own_name, self._with_decoder_mask(inputs))
-            except _Refused as refused:
-                why = str(refused)
+            with_mask = self._with_decoder_mask(inputs)
+            for given in [with_mask] if len(with_mask) == len(inputs) else [with_mask, dict(inputs)]:
+                try:
+                    return self._in_chunks(own_name, given)
+                except _Refused as refused:
+                    why = why or str(refused)
             try:  # entries and outputs may be others than its library's
                 found = self._tried((), inputs)
                 if found is not None:

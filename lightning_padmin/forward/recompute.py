@@ -7,12 +7,12 @@ there is one backward pass, in which each parameter's gradient is complete once.
 
 The second pass finds the module as the first one did: random numbers, training flags, which parameters are trained,
 numbers and names among attributes (the adapter that is active, a counter), and buffers of one number. What a step does
-to weights between the two is not undone.
+to weights between the two is not undone, but noticed where that is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_padmin.errors import TrainingStepError
 from lightning_padmin.runtime import RandomState
 
 _PLAIN = (bool, int, float, str, type(None), list, tuple)
 _MISSING = object()
 
 
-def recomputed(function: Callable[..., Any], module: nn.Module, *args: Any, **inputs: Any) -> Any:
+def recomputed(
+    function: Callable[..., Any],
+    module: nn.Module,
+    args: Sequence[Any],
+    inputs: Mapping[str, Any],
+    *,
+    verifies: bool = False,
+) -> Any:
     """What a function returns, without its activations, which it is called again for.
 
     Args:
@@ -34,15 +42,25 @@ def recomputed(function: Callable[..., Any], module: nn.Module, *args: Any, **in
         module: what it calls.
         args: its inputs; what is written into them later on is not seen by the second call.
         inputs: the same by name.
+        verifies: whether the second call makes sure that weights are what they were; reads all of them twice.
+
+    Raises:
+        TrainingStepError: in the backward pass: they are not.
     """
     if not torch.is_grad_enabled():
         return function(*args, **inputs)
-    given, kept, random, state = (args, inputs), _copies((args, inputs)), RandomState(), _State(module)
-    has_run = False
+    given: tuple[Any, Any] = tuple(args), dict(inputs)
+    kept, random, state = _copies(given), RandomState(), _State(module)
+    weights, has_run = _sums(module) if verifies else None, False
 
     def run(*_: Tensor) -> Any:
         nonlocal has_run, given
         if has_run:
+            if weights is not None and not torch.equal(weights, _sums(module)):
+                raise TrainingStepError(
+                    f"mode='replay': weights of {type(module).__name__} were written into between its forward pass and "
+                    "the backward pass, for which it runs again. Do that behind the backward pass, or use mode='joint'"
+                )
             with random.again(), state.again():
                 return function(*kept[0], **kept[1])
         has_run, own, given = True, given, ((), {})
@@ -52,6 +70,13 @@ def recomputed(function: Callable[..., Any], module: nn.Module, *args: Any, **in
     _mapped(kept, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
     # Tensors are handed over for their device alone, whose autocast is the same in the second call.
     return checkpoint(run, *found[:1], use_reentrant=False, preserve_rng_state=False)
+
+
+def _sums(module: nn.Module) -> Tensor:
+    """(2, P) sums and norms of its weights, as far as they have memory."""
+    found = [each.detach() for each in module.parameters() if each.numel() and each.device.type != "meta"]
+    told = [torch.stack([each.sum(dtype=torch.float64), each.norm(dtype=torch.float64)]) for each in found]
+    return torch.stack([each.cpu() for each in told], dim=1) if told else torch.zeros(2, 0)
 
 
 class _State:

@@ -244,7 +244,9 @@ def bounded_probe(
     among = np.flatnonzero(number * (length if number * sum(table.widths) > budget else 0 * length) <= budget)
     if len(among) < number:
         among = np.sort(np.argsort(length, kind="stable")[:number])
-    rows, left = list[int](), np.ones(len(shown.masks), dtype=bool)
+    by_length = among[np.argsort(length[among], kind="stable")]
+    rows = [int(each) for each in dict.fromkeys((by_length[0], by_length[-1]))][:number]  # so that there is padding
+    left = ~shown.masks[:, rows].any(axis=1)
     while left.any() and len(rows) < number:
         best = int(among[np.argmax((shown.worth * left) @ shown.masks[:, among])])
         if not (shown.masks[:, best] & left).any():
@@ -276,7 +278,21 @@ def number_within(batch: Any, schema: Schema, table: RowTable, config: PadMinCon
 
 def _in_no_groups(schema: Schema, table: RowTable, config: PadMinConfig, rows: Ints, budget: int | None) -> Probe:
     came, whole = _as_it_came(table, rows, budget, 1), rolled_rows(schema, table, rows, config)
+    if budget is not None:
+        came = _with_padding(came, table)
     return Probe(rows, (rows, rows[:0]), came, whole, (whole, whole))
+
+
+def _with_padding(came: SlotMap, table: RowTable) -> SlotMap:
+    """A column more where none of these rows has padding any more, though they have in the batch."""
+    start, length = table.start[came.rows], table.length[came.rows]
+    if (came.start != start).any() or (came.length != length).any():
+        return came
+    limits = np.array(table.widths)
+    widths = np.minimum(np.array(came.widths) + 1, limits)
+    first = np.minimum(came.start, limits - widths)
+    spans = np.broadcast_to(widths, first.shape).copy()
+    return replace(came, start=first, length=spans, widths=tuple(map(int, widths)))
 
 
 def _choices(table: RowTable, config: PadMinConfig, limit: float, shown: Shown | None) -> dict[int, Choice]:

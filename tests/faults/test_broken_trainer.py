@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def train(kind: type, way: str, at: int, **options: Any) -> cases.Record:
         getattr(model, "inner", model).get_input_embeddings().register_forward_hook(poison)
         return model
 
-    config = None if kind is Trainer else cases.BUDGET
+    config = None if kind is Trainer else replace(cases.BUDGET, mode="split")
     return cases.train(kind, make, config, data=poisoned(at), trainer_options={}, **(IN_ORDER | options))
 
 
@@ -154,7 +155,7 @@ def twice(kind: type, where: str) -> type:
 def test_after_a_failure_the_next_training_is_that_of_stock(way: str, where: str) -> None:
     runs = [
         cases.train(twice(kind, where), MODELS[way], config, trainer_options={})
-        for kind, config in ((Trainer, None), (cases.Ours, cases.BUDGET))
+        for kind, config in ((Trainer, None), (cases.Ours, replace(cases.BUDGET, mode="split")))
     ]
     stock, ours = runs
     assert len(stock.gradients) == len(ours.gradients) == 2 + 8

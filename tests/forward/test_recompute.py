@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_padmin.errors import TrainingStepError
 from lightning_padmin.forward.recompute import recomputed
 
 
@@ -31,7 +32,7 @@ def gradients(function: Any, inputs: Tensor, shift: Tensor, *, between: bool = T
     module, given = Draws(), (inputs.clone(), shift.clone().requires_grad_())
     torch.manual_seed(1)
     random.seed(1)
-    found = function(module, module, given[0], more={"shift": given[1]})
+    found = function(module, module, [given[0]], {"more": {"shift": given[1]}})
     if between:
         torch.rand(3)
         given[0].zero_()
@@ -44,7 +45,7 @@ def gradients(function: Any, inputs: Tensor, shift: Tensor, *, between: bool = T
 
 def test_gradients_are_those_of_the_first_call() -> None:
     inputs, shift = torch.randn(4, 5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
-    wanted = gradients(lambda module, _, *args, **named: module(*args, **named), inputs, shift, between=False)
+    wanted = gradients(lambda module, _, args, named: module(*args, **named), inputs, shift, between=False)
     for found, each in zip(gradients(recomputed, inputs, shift), wanted, strict=True):
         torch.testing.assert_close(found, each, rtol=0, atol=0)
 
@@ -52,7 +53,7 @@ def test_gradients_are_those_of_the_first_call() -> None:
 def test_without_a_gradient_it_is_one_call() -> None:
     module = Draws()
     with torch.no_grad():
-        recomputed(module, module, torch.zeros(2, 5).double(), more={"shift": torch.zeros(5).double()})
+        recomputed(module, module, [torch.zeros(2, 5).double()], {"more": {"shift": torch.zeros(5).double()}})
     assert module.calls == [1]
 
 
@@ -65,7 +66,7 @@ def test_a_function_that_changes_between_its_calls_is_an_error() -> None:
 
     grows.calls = 0  # type: ignore[attr-defined]
     with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        recomputed(grows, module, torch.randn(2, 3)).sum().backward()
+        recomputed(grows, module, [torch.randn(2, 3)], {}).sum().backward()
 
 
 def test_the_second_call_finds_the_module_as_the_first_one_did() -> None:
@@ -91,13 +92,13 @@ def test_the_second_call_finds_the_module_as_the_first_one_did() -> None:
             return self.dropout(self.adapters[self.active](inputs).tanh()).tanh() * self.count * float(self.steps)
 
     inputs, found = torch.randn(4, 3), []
-    for function in (lambda call, module, *args: call(*args), recomputed):
+    for function in (lambda call, module, args, named: call(*args), recomputed):
         module, total = Switched(), torch.zeros(())
         for name, training in (("one", True), ("two", False), ("one", False)):
             module.switch(name)
             module.train(training)
             torch.manual_seed(len(name))
-            total = total + function(module, module, inputs).sum()
+            total = total + function(module, module, [inputs], {}).sum()
         module.train()
         total.backward()
         assert (module.count, float(module.steps), module.active, module.training) == (3, 3.0, "one", True)
@@ -105,3 +106,24 @@ def test_the_second_call_finds_the_module_as_the_first_one_did() -> None:
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert [each is not None for each in found[0]] == [True, True, False, False]  # the one that is trained in the end
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_weights_that_change_between_the_two_calls(verifies: bool) -> None:
+    """Are noticed where that is asked for, and train something else where it is not."""
+
+    def slope(between: float, **options: Any) -> Tensor:
+        torch.manual_seed(0)
+        first, last = nn.Linear(3, 3), nn.Linear(3, 3)
+        module, inputs = nn.Sequential(first, nn.Tanh(), last, nn.Tanh()), torch.randn(4, 3)
+        value = recomputed(module, module, [inputs], {}, **options).sum()
+        first.weight.data.mul_(between)
+        value.backward()
+        return last.weight.grad
+
+    if verifies:
+        with pytest.raises(TrainingStepError, match="weights of Sequential were written into between its forward pass"):
+            slope(0.9, verifies=True)
+        slope(1.0, verifies=True)
+    else:
+        assert not torch.allclose(slope(0.9), slope(1.0), rtol=1e-3)

@@ -197,7 +197,10 @@ class KeepsBeside:
 
 def beside(kind: str) -> tuple[list[int], Any]:
     """How often each of them has counted, and the trainer."""
-    trainer, counts = build(kind, qwen2(), BUDGET, KeepsBeside), Counts()
+    trainer, counts = (
+        build(kind, qwen2(), replace(BUDGET, mode="split") if kind == "trainer" else BUDGET, KeepsBeside),
+        Counts(),
+    )
     trainer.add_callback(counts)
     trainer.train()
     entries = sum("auxiliary" in each for each in trainer.state.log_history)

@@ -341,7 +341,7 @@ def test_a_call_that_cannot_be_replayed_is_refused() -> None:
             super().__init__()
             self.model.model.layers[0].register_forward_hook(lambda *args: None)
 
-    with pytest.raises(BatchError, match=r"has a forward hook.*240 slots.*token_budget=48 allows: set"):
+    with pytest.raises(GradientCheckError, match=r"has a forward hook.*240 slots.*token_budget=48 allows: set"):
         fit(Hooked(), ragged_batches(1), padmin(token_budget=48))
 
 

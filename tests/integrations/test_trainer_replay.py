@@ -169,6 +169,8 @@ def test_rows_of_a_check() -> None:
     assert few["a"].tolist() == [[0, 1], [4, 5], [6, 7], [10, 11]]
     assert (few["names"], few["n"]) == (list("uwxz"), 3)
     assert len_of({"a": torch.zeros(4, 2), "b": torch.zeros(2)}) == 0
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 0], [1, 1, 1], [1, 1, 0]])
+    assert few_rows({"attention_mask": mask, "row": torch.arange(5)}, 2)["row"].tolist() == [2, 3]
 
     seen: list[int] = []
 
