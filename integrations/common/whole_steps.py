@@ -301,7 +301,7 @@ class WholeSteps:
 
         if not is_more:
             self._losses.append(again)
-        self._result = lambda: compute_loss(*_fresh(given[0]), **_fresh(given[1]))
+        self._result = lambda: compute_loss(*_fresh(whole[0]), **_fresh(whole[1]))
         if not self._is_due:
             return
         try:

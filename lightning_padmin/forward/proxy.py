@@ -306,12 +306,10 @@ class _ModelProxy(_Proxy):
                 raise refused.error from None
         why = self._why_not(own_name, inputs)
         if why is None:
-            with_mask = self._with_decoder_mask(inputs)
-            for given in [with_mask] if len(with_mask) == len(inputs) else [with_mask, dict(inputs)]:
-                try:
-                    return self._in_chunks(own_name, given)
-                except _Refused as refused:
-                    why = why or str(refused)
+            try:
+                return self._in_chunks(own_name, self._with_decoder_mask(inputs))
+            except _Refused as refused:
+                why = str(refused)
             try:  # entries and outputs may be others than its library's
                 found = self._tried((), inputs)
                 if found is not None:

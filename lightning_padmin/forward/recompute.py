@@ -51,12 +51,12 @@ def recomputed(
         return function(*args, **inputs)
     given: tuple[Any, Any] = tuple(args), dict(inputs)
     kept, random, state = _copies(given), RandomState(), _State(module)
-    weights, has_run = _sums(module) if verifies else None, False
+    weights, has_run = _Weights(module) if verifies else None, False
 
     def run(*_: Tensor) -> Any:
         nonlocal has_run, given
         if has_run:
-            if weights is not None and not torch.equal(weights, _sums(module)):
+            if weights is not None and weights.have_changed:
                 raise TrainingStepError(
                     f"mode='replay': weights of {type(module).__name__} were written into between its forward pass and "
                     "the backward pass, for which it runs again. Do that behind the backward pass, or use mode='joint'"
@@ -69,14 +69,30 @@ def recomputed(
     found: list[Tensor] = []
     _mapped(kept, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
     # Tensors are handed over for their device alone, whose autocast is the same in the second call.
-    return checkpoint(run, *found[:1], use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(run, *found, use_reentrant=False, preserve_rng_state=False)
 
 
-def _sums(module: nn.Module) -> Tensor:
-    """(2, P) sums and norms of its weights, as far as they have memory."""
-    found = [each.detach() for each in module.parameters() if each.numel() and each.device.type != "meta"]
-    told = [torch.stack([each.sum(dtype=torch.float64), each.norm(dtype=torch.float64)]) for each in found]
-    return torch.stack([each.cpu() for each in told], dim=1) if told else torch.zeros(2, 0)
+class _Weights:
+    """Sums and norms of what is trained of a module; of nothing else, which may be quantized."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = [p for p in module.parameters() if p.requires_grad and p.is_floating_point() and p.numel()]
+        self._before = self._told()
+
+    def _told(self) -> list[Tensor]:
+        """(2, P) for each device."""
+        told: dict[torch.device, list[Tensor]] = {}
+        for each in self._parameters:
+            wide = torch.float32 if each.device.type == "mps" else torch.float64
+            numbers = each.detach().sum(dtype=wide), each.detach().norm(dtype=wide)
+            told.setdefault(each.device, []).append(torch.stack(numbers))
+        return [torch.stack(each, dim=1).cpu() for each in told.values()]
+
+    @property
+    def have_changed(self) -> bool:
+        """Beyond the rounding of a sum whose order is not the same on another thread; nan is the same as nan."""
+        pairs = zip(self._before, self._told(), strict=True)
+        return any(bool(((now - then).abs() > 1e-6 * then[1]).any()) for then, now in pairs)
 
 
 class _State:
