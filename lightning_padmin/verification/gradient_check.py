@@ -636,6 +636,8 @@ class _Check:
         """What lies behind a difference. Sharded passes come to the same branch on all ranks."""
         from_roll, where = self._passes.difference(found, whole, self._limit)
         if from_roll <= self._limit:
+            if self._is_joint and not self._table.start[self._probe.rows].any():  # nothing is rolled, only trimmed
+                return replace(judged, status=Status.PADDING)
             masked = masked_tokens_vary(self._batch, self._schema, self._table, self._probe.rows)
             return replace(judged, status=Status.PROMPTS if masked else Status.ROLLED)
         verdict = _Verdict(Status.COUPLED, 0, from_roll, where)

@@ -243,6 +243,35 @@ def test_a_loss_of_padding_slots_is_found_by_the_check() -> None:
     assert BUDGET == 24
 
 
+class Mixes(nn.Module):
+    """Embeddings that see all columns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self.inner(ids)
+        return embedded + embedded.mean(1, keepdim=True)
+
+
+def test_a_model_that_reads_padding_behind_rows_of_one_length() -> None:
+    """Of a batch that is padded to a fixed width: what is trimmed is not what rolling changes."""
+
+    def mixing() -> nn.Module:
+        model = llama()
+        model.set_input_embeddings(Mixes(model.get_input_embeddings()))
+        return model
+
+    batch = make_batch([6] * 4, width=24)
+    with pytest.raises(GradientCheckError, match=r"joint gradients of 4 rows differ.*reads padding"):
+        fit(Coupled(softmax_over_rows, mixing), [batch], padmin(mode="joint"))
+    stock, forced = Coupled(softmax_over_rows, mixing), Coupled(softmax_over_rows, mixing)
+    fit(stock, [batch])
+    fit(forced, [batch], padmin(mode="joint", check="off"))
+    assert worst(forced, stock) > 0.05
+
+
 class Saves(Coupled):
     """Counts the slots of what layers keep for the backward pass."""
 
