@@ -88,9 +88,15 @@ class Ladder:
         """Whether a batch has gone its way."""
         return self._has_run
 
-    def begin(self, way: Way, reason: str) -> None:
-        """Before the first batch: the ways before this one cannot be gone."""
-        self._because(reason)
+    def begin(self, way: Way, reason: str, words: str | None = None) -> None:
+        """Before the first batch: the ways before this one cannot be gone.
+
+        Args:
+            way: where it begins.
+            reason: why, as it is told.
+            words: the same with what could be done instead, for an error.
+        """
+        self._because(reason, words)
         self._training.way = way
         self._bound()
 

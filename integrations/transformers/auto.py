@@ -138,8 +138,7 @@ class Auto:
         place, why = max(ways.index(now), ways.index(self.least)), self._known
         if ways[place] == "split":
             why = self._why_not_split(read)
-            is_of_model = isinstance(why, ArchitectureError)  # whose rows depend on each other in chunks, too
-            place = ways.index("as it came") if is_of_model else int(why is not None)
+            place = int(why is not None)
         told = training.topology.exchange([place, self._slots])
         if int(told[:, 0].max()) > place:
             place, why = int(told[:, 0].max()), PadMinError("so another rank has found")
@@ -149,7 +148,7 @@ class Auto:
         if budget is not None and slots > budget and not self._ladder.replays(ways[place]):
             self._ladder = None
             raise too_large(why, slots, budget)
-        self._ladder.begin(ways[place], reason_of(why))
+        self._ladder.begin(ways[place], reason_of(why), str(why))
 
     def _why_not_split(self, read: Callable[[Any], object] | None) -> PadMinError | None:
         self._trainer.model_wrapped.train()

@@ -184,7 +184,7 @@ def _is_same(now: Any, value: Any) -> bool:
 def _plain(value: Any) -> Any:
     """What stands there for others than this library."""
     value = attention_inside(value)
-    while isinstance(value, FunctionType) and "padmin_stands_for" in vars(value):
+    while "padmin_stands_for" in getattr(value, "__dict__", ()):
         own = vars(value)["padmin_stands_for"]
         value = _NOTHING if own is None else own
     return value

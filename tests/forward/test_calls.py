@@ -22,6 +22,7 @@ from lightning_padmin.errors import ConfigError, PadMinWarning
 from lightning_padmin.forward import Calls, CallSite, any_module, call_sites, chunked
 from lightning_padmin.forward.arguments import leaves
 from lightning_padmin.integrations.common import apart
+from lightning_padmin.verification.made_with import MadeWith
 
 CONFIG = PadMinConfig(token_budget=24, launch_cost=2)
 DECLARED = replace(CONFIG, call_masks={"declared": "~pad"})
@@ -434,3 +435,14 @@ def test_a_copy_of_a_module_that_is_run_in_chunks_is_a_module_of_its_own() -> No
         assert not torch.equal(copied["inner"](x, src_key_padding_mask=mask), holder["inner"](x))
     assert "forward" not in vars(holder["inner"])
     assert torch.equal(copied["inner"](x), nn.TransformerEncoderLayer.forward(copied["inner"], x))
+
+
+def test_what_stands_in_is_no_other_model() -> None:
+    """So that what was proven of a model whose calls run in chunks is not proven anew for each batch."""
+    module = Attends()
+    made = MadeWith({"": module})
+    with chunked(call_sites(module, CONFIG, with_itself=True), CONFIG):
+        assert "forward" in vars(module)
+        assert made.change() is None
+    module.forward = lambda *args, **options: Attends.forward(module, *args, **options)  # type: ignore[method-assign]
+    assert made.change() is not None  # the control
