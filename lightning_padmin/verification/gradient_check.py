@@ -36,7 +36,13 @@ from lightning_padmin.verification.explain import (
     measured,
 )
 from lightning_padmin.verification.facets import Values, row_facets
-from lightning_padmin.verification.noise import may_run_in_float32, measured_limit, rounded_otherwise
+from lightning_padmin.verification.noise import (
+    is_doubtful,
+    may_run_in_float32,
+    measured_limit,
+    narrowed_limit,
+    rounded_otherwise,
+)
 from lightning_padmin.verification.padding import GRADIENTS, STILL, Heard, Logged, filled, moved
 from lightning_padmin.verification.padding import named as named_values
 from lightning_padmin.verification.passes import LocalPasses, LossFunction, Passes, ShardedPasses
@@ -44,7 +50,15 @@ from lightning_padmin.verification.probe import Probe, masked_tokens_vary, one_r
 from lightning_padmin.verification.rows import Ints, Shown, tells_reductions
 from lightning_padmin.verification.sketch import Sketches, best_weights, combine
 from lightning_padmin.verification.words import Said, words_of
-from lightning_padmin.verification.writes import WriteSearch, as_integers, named, text_of
+from lightning_padmin.verification.writes import (
+    States,
+    WriteSearch,
+    as_integers,
+    differing_after,
+    named,
+    states,
+    text_of,
+)
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
@@ -227,6 +241,7 @@ class _Check:
         self.heard: Heard | None = None  # the loss, in joint mode
         self.filled: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._heard_names: list[str] = []
+        self._came: Sketches = {}  # un-split gradients
         self.settled = False
         self._columns = ColumnCheck(passes, batch, schema, table, exchange)
         self._knows_rows = False  # whether rows were compared with themselves alone
@@ -267,7 +282,7 @@ class _Check:
         weights = [] if self._is_joint else group_weights(self._table, self._probe.groups, self._config.loss_reduction)
         came = self._together(passes.came)
         of_came = {} if self.heard is None else self.heard.take()
-        came = self._limited(came, weights)
+        came = self._came = self._limited(came, weights)
         of_columns = None if self._is_joint or self.is_packed else self._columns(came, self._limit)
         if self._any(of_columns is not None):
             judged = _Verdict(Status.EXACT, 0, 0.0, "")
@@ -276,7 +291,7 @@ class _Check:
         found = self._together(lambda: passes.split(weights))
         values = {} if self.heard is None else self.heard.take()
         size = passes.largest(came)
-        value, parameter = passes.difference(found, came, self._limit)
+        value, parameter = self._difference(found, came)
         judged = _Verdict(Status.EXACT, 0, value, parameter)
         differs = not value <= self._limit
         if not 0 < size < np.inf:
@@ -306,7 +321,9 @@ class _Check:
 
     def _of_writes(self, judged: _Verdict) -> _Verdict:
         """Whether the step writes something once per call that is put back before each pass."""
-        if self._is_joint or self.is_packed or not self._any(bool(self._passes.left)):
+        if self._is_joint:
+            return self._of_writes_in_chunks(judged)
+        if self.is_packed or not self._any(bool(self._passes.left)):
             return judged
         search = WriteSearch(self._passes, self._probe.parts)
         self._together(search.twice)
@@ -319,6 +336,23 @@ class _Check:
             self._together(lambda: search.in_parts(self._limit))
         self._written = named(search.found)
         return replace(judged, status=Status.WRITES) if search.found else judged
+
+    def _of_writes_in_chunks(self, judged: _Verdict) -> _Verdict:
+        """Joint mode: whether a call of the model writes something that is another one after several chunks."""
+        passes = self._passes
+        apart = [] if passes.drew else differing_after(passes.left or {}, passes.left_by_chunks or {})
+        if not self._any(bool(apart)):
+            return judged
+        after: list[States] = []
+        self._together(
+            lambda: passes.in_turn(
+                [self._probe.came] * 2, lambda k, state: after.append(states(state.changes()) if k else {})
+            )
+        )
+        advances = set(differing_after(*after[1:]))  # not a value that each call writes anew
+        found = [path for path in apart if path in advances]
+        self._written = named(found)
+        return replace(judged, status=Status.WRITES) if found else judged
 
     def _limited(self, came: Sketches, weights: Sequence[float]) -> Sketches:
         """Sets the limit. Returns un-split gradients to go on with: of passes in float32, if those can be had."""
@@ -333,8 +367,22 @@ class _Check:
             return exact
         if not self._any(has_experts(self._module)):  # what rounding does to routes is not in this spread
             again = self._together(lambda: rounded_otherwise(passes))
-            self._limit = measured_limit(passes, again, came, self._exchange)
+            self._limit = measured_limit(passes, again, came, self._limit, self._exchange)
         return came
+
+    def _difference(self, found: Sketches, wanted: Sketches) -> tuple[float, str]:
+        """See `Passes.difference`; where it lies between rounding and the limit, by a limit that is measured first."""
+        apart = self._passes.difference(found, wanted, self._limit)
+        return self._passes.difference(found, wanted, self._limit) if self._narrows(apart[0]) else apart
+
+    def _narrows(self, value: float = 0.0) -> bool:
+        """Whether the limit has been measured, since a difference on some rank, this one's is `value`, asks for it."""
+        asked = self.measures and not has_experts(self._module) and is_doubtful(value, Tolerance(self._limit))
+        if not self._any(asked):
+            return False
+        again = self._together(lambda: rounded_otherwise(self._passes))
+        self._limit = narrowed_limit(self._passes, again, self._came, self._limit, self._exchange)
+        return True
 
     def _in_float32(self, came: Sketches, weights: Sequence[float]) -> Sketches | None:
         """Un-split gradients without autocast, and so will be those of all further passes; None if they stay half.
@@ -496,9 +544,9 @@ class _Check:
             other = self._together(lambda: self._of_groups(self._probe.second))
             parts = [other] if parts is None else parts
         if judged.status is not Status.EXACT or parts is None or self._passes.drew:
+            self._narrows()
             return judged
-        ones = [1.0] * len(parts)
-        value, where = self._passes.difference(combine(parts, ones), found, self._limit)
+        value, where = self._difference(combine(parts, [1.0] * len(parts)), found)
         if value <= self._limit:
             self._knows_rows = self._knows_rows or (is_local and len(parts) > 1)
             return judged
@@ -561,7 +609,7 @@ class _Check:
         trimmed, padded = (one_row(self._schema, self._table, row, self._config, wide) for wide in (False, True))
         pair = self._together(lambda: (self._passes.of([trimmed]), self._passes.of([padded])))
         size = self._passes.largest(pair[0])
-        value, where = self._passes.difference(pair[1], pair[0], self._limit)
+        value, where = self._difference(pair[1], pair[0])
         if not asked or not 0 < size < np.inf or value <= self._limit or self._passes.drew:
             return judged
         if Tolerance(self._limit).may_be_flips(value) and has_experts(self._module):

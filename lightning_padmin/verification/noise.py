@@ -1,9 +1,10 @@
 """How far rounding alone moves gradients of a batch, and passes in float32 where weights allow.
 
-A limit that is right for every model in half precision hides a fault of a few parts in a hundred. So the limit is
-measured: the un-split rows once more with their loss multiplied by a number that changes every mantissa on the way
-back, and gradients divided by it. That is the same gradient but for rounding, whatever the loss is. (Rows in another
-order round nearly everything as before: that spread is ten to several hundred times smaller than an exact split's.)
+A limit that is right for every model in half precision hides a fault of a few parts in a hundred, and one that is
+right for every model in float32 a fault of some parts in ten thousand. So the limit is measured: the un-split rows
+once more with their loss multiplied by a number that changes every mantissa on the way back, and gradients divided by
+it. That is the same gradient but for rounding, whatever the loss is. (Rows in another order round nearly everything as
+before: that spread is ten to several hundred times smaller than an exact split's.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_padmin.distributed import Exchange, all_gather_floats
-from lightning_padmin.verification.compare import HALF, HALF_FLOOR, HALF_LIMIT
+from lightning_padmin.verification.compare import DOUBT, HALF, HALF_FLOOR, Tolerance
 from lightning_padmin.verification.passes import Passes
 from lightning_padmin.verification.sketch import Sketches, combine
 
@@ -23,6 +24,9 @@ _FACTOR = 0.703125
 # Exact splits of 20 probes of each of three models (one of 30 layers) were at most 2.7 times as far off as this
 # spread, most of them once; see examples/benchmarks/noise_limits.py.
 _TIMES = 4.0
+# In float32 there is room for more between what rounding does and what is a fault: spreads are 3e-7 to 6e-7, exact
+# splits at most 2.9 times that. One number that everything is divided by may be rounded by chance as little in both.
+_TIMES_IN_FLOAT32 = 64.0
 
 
 def rounded_otherwise(passes: Passes) -> Sketches:
@@ -30,11 +34,29 @@ def rounded_otherwise(passes: Passes) -> Sketches:
     return combine([passes.scaled(_FACTOR)], [1 / _FACTOR])
 
 
-def measured_limit(passes: Passes, again: Sketches, came: Sketches, exchange: Exchange) -> float:
-    """The limit for rows whose un-split gradient is `came`, and `again` with other roundings; equal on all ranks."""
-    value = passes.difference(again, came, HALF_LIMIT)[0]
-    worst = float(all_gather_floats([value], exchange).max())
-    return HALF_LIMIT if math.isnan(worst) else min(max(_TIMES * worst, HALF_FLOOR), HALF_LIMIT)
+def measured_limit(passes: Passes, again: Sketches, came: Sketches, widest: float, exchange: Exchange) -> float:
+    """The limit for rows whose un-split gradient is `came`, and `again` with other roundings; equal on all ranks.
+
+    In half precision: between `HALF_FLOOR` and `widest`.
+    """
+    worst = _spread(passes, again, came, widest, exchange)
+    return widest if math.isnan(worst) else min(max(_TIMES * worst, HALF_FLOOR), widest)
+
+
+def narrowed_limit(passes: Passes, again: Sketches, came: Sketches, limit: float, exchange: Exchange) -> float:
+    """As `measured_limit`, in float32: between `DOUBT` and `limit`, for a difference that lies there."""
+    worst = _spread(passes, again, came, limit, exchange)
+    return limit if math.isnan(worst) else min(max(_TIMES_IN_FLOAT32 * worst, DOUBT), limit)
+
+
+def is_doubtful(value: float, limit: Tolerance) -> bool:
+    """Whether a difference in float32 counts as none, and is larger than those of exact splits."""
+    return not limit.is_half and DOUBT < value <= limit.limit
+
+
+def _spread(passes: Passes, again: Sketches, came: Sketches, limit: float, exchange: Exchange) -> float:
+    """How far apart they are on the rank where that is most."""
+    return float(all_gather_floats([passes.difference(again, came, limit)[0]], exchange).max())
 
 
 def may_run_in_float32(module: nn.Module) -> bool:
@@ -51,4 +73,4 @@ def may_run_in_float32(module: nn.Module) -> bool:
     return is_exact and not is_compiled and not any(each.dtype in HALF for each in tensors)
 
 
-__all__ = ["may_run_in_float32", "measured_limit", "rounded_otherwise"]
+__all__ = ["is_doubtful", "may_run_in_float32", "measured_limit", "narrowed_limit", "rounded_otherwise"]

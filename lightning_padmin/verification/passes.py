@@ -53,6 +53,7 @@ class Passes(ABC):
         parts: sketches of the two groups, or None where groups cannot be had apart.
         losses: keys of what kinds of loss the step has taken, see `fingerprint`.
         left: what the first pass un-split has left in places that it changed, frozen, by path; None before it.
+        left_by_chunks: the same of the first pass in which the model ran in chunks.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Passes(ABC):
         self.parts: list[Sketches] | None = None
         self.losses: set[str] = set()
         self.left: dict[str, Any] | None = None
+        self.left_by_chunks: dict[str, Any] | None = None
         self._state: ModuleState | None = None
         self._draws: Draws | None = None
         self._starts = np.zeros(0, np.int64)
@@ -89,7 +91,7 @@ class Passes(ABC):
 
     def came(self) -> Sketches:
         """Un-split, as the rows came."""
-        return self._run([self._probe.came], keeps_left=self.left is None)
+        return self._run([self._probe.came], keeps="left")
 
     def in_turn(self, slots: Sequence[SlotMap], look: Callable[[int, ModuleState], None]) -> list[Sketches]:
         """One pass after another, of which each finds what those before it have left, random numbers apart.
@@ -169,20 +171,21 @@ class Passes(ABC):
         slot_maps: Sequence[SlotMap],
         weights: Sequence[float] = (1.0,),
         within: Context = nullcontext,
-        keeps_left: bool = False,
+        keeps: str = "",
     ) -> Sketches:
         if self._state is None:
             self._state = ModuleState(self._module, self._holders, DATA_OF_TRAINERS)
         try:
-            with self._watched(keeps_left), within():
+            with self._watched(keeps), within():
                 return self._gradients(slot_maps, weights)
         except OnlyBackwardError:  # what the attempt wrote has been put back
             self._by_backward = True
-            with self._watched(keeps_left), within():
+            with self._watched(keeps), within():
                 return self._gradients(slot_maps, weights)
 
     @contextmanager
-    def _watched(self, keeps_left: bool = False) -> Iterator[None]:
+    def _watched(self, keeps: str = "") -> Iterator[None]:
+        """`keeps`: the attribute for what a pass has left, unless one before has."""
         assert self._state is not None
         try:
             no_hooks = without_user_hooks(self._module)
@@ -192,8 +195,8 @@ class Passes(ABC):
                 yield
             self.drew = self.drew or not before.is_as(RandomState())
             self.saw_half = self.saw_half or watch.saw_half
-            if keeps_left:
-                self.left = states(self._state.changes())
+            if keeps and getattr(self, keeps) is None:
+                setattr(self, keeps, states(self._state.changes()))
         finally:
             self._state.clear()
 
@@ -218,7 +221,7 @@ class LocalPasses(Passes):
     def split(self, weights: Sequence[float]) -> Sketches:
         """See `Passes.split`; other weights need no other pass."""
         if self._joint is not None:
-            return self._run([self._probe.came], within=self._joint)
+            return self._run([self._probe.came], within=self._joint, keeps="left_by_chunks")
         if self.parts is None:
             self.parts = [self._run([part]) for part in self._probe.parts]
         return combine(self.parts, weights)
@@ -261,7 +264,7 @@ class ShardedPasses(Passes):
     def split(self, weights: Sequence[float]) -> Sketches:
         """See `Passes.split`."""
         if self._joint is not None:
-            return self._run([self._probe.came], within=self._joint)
+            return self._run([self._probe.came], within=self._joint, keeps="left_by_chunks")
         return self._run(self._probe.parts, weights)
 
     def difference(self, found: Sketches, wanted: Sketches, limit: float) -> tuple[float, str]:

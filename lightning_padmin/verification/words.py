@@ -140,6 +140,13 @@ def words_of(status: Status, matching: int, value: float, parameter: str, said: 
             "they hold zeros, so that this is not what it is un-split. Mask outputs by the attention mask, or "
             f"{said.advice.off}"
         )
+    if status is Status.WRITES and said.is_joint:
+        return (
+            f"each call of a model writes into {said.written}, and in chunks it is called several times per batch: "
+            f"counters and averages run ahead. Do that once per batch, {said.advice.once}. {said.advice.coupled}. What "
+            "is meant to be written per call, and changes nothing that is trained, may be named in its class: "
+            "padmin_per_call = ('name',)"
+        )
     if status is Status.WRITES:
         return (
             f"the training step writes into {said.written} whenever it is called. Split, it is called once per "

@@ -318,6 +318,12 @@ def _differing(first: States, second: States) -> list[str]:
     ]
 
 
+def differing_after(first: States, second: States) -> list[str]:
+    """Places that both have changed, numbers and tensors of one shape, where they have not left the same."""
+    both = [path for path in first if path in second and not same(first[path], second[path])]
+    return [path for path in both if distance(first[path], second[path]) < np.inf]
+
+
 def _apart(after: Sequence[States], path: str) -> float:
     first, second = after
     return distance(first.get(path), second.get(path))

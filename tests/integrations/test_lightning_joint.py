@@ -383,3 +383,39 @@ def test_one_stand_in_per_model_and_fit_says_things_once(monkeypatch: pytest.Mon
     with pytest.warns(PadMinWarning, match="exceed"):
         fit(Coupled(in_batch_negatives), batches, padmin(mode="joint", token_budget=10, check="off"))
     assert len(made) == 2
+
+
+class Anneals(nn.Module):
+    """A norm with a factor that each call moves, by so little that no limit of gradients tells."""
+
+    def __init__(self, norm: nn.Module, how: str) -> None:
+        super().__init__()
+        self.norm, self.how, self.count = norm, how, 0
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.how == "buffer":
+            self.factor.add_(1e-7)
+        elif self.how == "number":
+            self.count += 1
+        else:  # written anew by each call, and read by nobody
+            self.seen, self.width = hidden.detach().abs().mean(), hidden.shape[1]
+        return self.norm(hidden) * self.factor.clone() * (1 + 1e-7 * self.count)
+
+
+@pytest.mark.parametrize(("how", "named"), [("buffer", "factor"), ("number", "count"), ("anew", "")])
+def test_what_each_call_of_a_model_advances(how: str, named: str) -> None:
+    def module(loss: Loss = softmax_over_rows) -> Coupled:
+        made = Coupled(loss)
+        made.model.model.norm = Anneals(made.model.model.norm, how)
+        return made
+
+    batches = ragged_batches(3)
+    if not named:
+        stock, ours = module(), module()
+        fit(stock, batches)
+        fit(ours, batches, padmin(mode="joint"))
+        assert all(relative(a, b) < 1e-9 for a, b in zip(ours.gradients, stock.gradients, strict=True))
+        return
+    with pytest.raises(GradientCheckError, match=rf"each call of a model writes into .*{named}.* in chunks"):
+        fit(module(), batches, padmin(mode="joint"))

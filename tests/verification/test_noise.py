@@ -19,7 +19,7 @@ from lightning_padmin.batch import infer_schema, measure
 from lightning_padmin.errors import GradientCheckError
 from lightning_padmin.runtime import without_autocast
 from lightning_padmin.verification import Outcome, check_gradients
-from lightning_padmin.verification.compare import HALF_FLOOR, HALF_LIMIT, Tolerance
+from lightning_padmin.verification.compare import DOUBT, HALF_FLOOR, HALF_LIMIT, Tolerance
 
 LENGTHS = [5, 14, 9, 11, 7, 13]
 BFLOAT16 = torch.bfloat16
@@ -193,3 +193,28 @@ def test_limits_of_half_precision() -> None:
     assert not Tolerance(0.99 * HALF_FLOOR).is_half
     assert Tolerance(0.02).own_limit == pytest.approx(0.1)
     assert Tolerance(0.3).own_limit == 0.5
+
+
+@pytest.mark.parametrize("fault", [1.0002, 1.0008])
+def test_a_fault_in_float32_below_the_limit_for_all_models(fault: float) -> None:
+    outcome = check(Halves("32", fault), tolerance=1e-3)
+    assert outcome.told
+    assert 5e-5 < outcome.difference < 1e-3
+    with pytest.raises(GradientCheckError, match=r"gradients of \d rows differ.*limit [234]e-05"):
+        check(Halves("32", fault))
+
+
+class Cancels(Step):
+    """What goes backward is what is left of numbers several hundred times as large, so that float32 rounds it more."""
+
+    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+        losses = support.token_losses(self.model(batch["input_ids"]), batch["labels"])
+        count = (batch["labels"][:, 1:] != -100).sum()
+        return (losses * 301.0).sum() / count - (losses * 300.0).sum() / count
+
+
+def test_a_loss_that_float32_rounds_more_is_no_fault() -> None:
+    found = [check(Cancels("32", seed=seed), seed) for seed in range(6)]
+    assert all(each.told for each in found)
+    assert max(each.difference for each in found) > DOUBT
+    assert all(each.difference < each.limit / 2 < 5e-4 for each in found)  # measured ones
