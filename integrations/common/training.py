@@ -483,7 +483,7 @@ class Training:
             return check()
         except Exception as error:
             is_of_step = was_raised_in_check(error)
-            if not (self.may_go_over or self.replays) or self.topology.kind == "sharded":
+            if not (self.may_go_over or self.replays):
                 raise
             # What a rank raises in a check's passes, all others hear of, and raise.
             if self.topology.world > 1 and (isinstance(error, PeerError) or is_from_check(error)):

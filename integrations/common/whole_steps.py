@@ -37,9 +37,9 @@ from lightning_padmin.integrations.common.first_batch import FirstBatches
 from lightning_padmin.integrations.common.plain import few_rows, len_of, plain_stats, slots_of
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.topology import Topology, un_reduced
-from lightning_padmin.integrations.common.trainers import look_for_whole_steps, untouched_trainer
+from lightning_padmin.integrations.common.trainers import look_for_whole_steps
 from lightning_padmin.integrations.common.training import Training
-from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
+from lightning_padmin.integrations.common.two_ways import Apart, apart
 from lightning_padmin.integrations.common.ways import Ladder
 from lightning_padmin.runtime import RandomState, replaced
 from lightning_padmin.stats import PaddingStats
@@ -156,8 +156,7 @@ class WholeSteps:
             with self._training.around(0, 2), self._listening(), self._in_backward(), whole:
                 result = stock(model, inputs, *args, **options)
             self._ladder.heard()
-        if not self._is_sharded:
-            self._settle(own)
+        self._settle(own)
         if not self._calls and self._words.nothing is not None and self._training.way != "as it came":
             self._session.notices(self._words.nothing)
         if self._calls:
@@ -431,9 +430,16 @@ class WholeSteps:
                 return trainer.compute_loss(model, _fresh(prepared), num_items_in_batch=num_items_in_batch)
 
         self._waste = PaddingStats()
-        exchange = self._topology.exchange
-        found = apart_on_shards(
-            loss, model, self._ways, without_trace=self._without_trace, exchange=exchange, logged=self._logged
+        found = apart(
+            loss,
+            model,
+            self._ways,
+            trainer=trainer,
+            without_trace=self._without_trace,
+            exchange=self._topology.exchange,
+            logged=self._logged,
+            settled=self._is_settled,
+            is_sharded=True,
         )
         return self._judged(found)
 
@@ -529,8 +535,7 @@ class WholeSteps:
         def log(logs: Mapping[str, Any], *args: Any, **options: Any) -> None:
             self._logs |= logs
 
-        untouched = untouched_trainer(self._trainer) if self._is_sharded else nullcontext()
-        with untouched, replaced(self._trainer, log=log):
+        with replaced(self._trainer, log=log):
             yield
 
     def _unwrapped(self, model: Any) -> nn.Module:
