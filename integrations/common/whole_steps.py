@@ -136,7 +136,8 @@ class WholeSteps:
     def _step(self, stock: Callable[..., Any], model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         own, is_mapping = self._unwrapped(model), isinstance(inputs, Mapping)
         self._training.slots = slots_of(inputs)
-        self._training.decide_by_size()
+        if self._topology.kind != "sharded":  # there all batches of a window go one way
+            self._training.decide_by_size()
         if self._ladder is not None:
             self._look_at_hooks(own)
         else:
@@ -316,7 +317,7 @@ class WholeSteps:
         None where the whole batch is no more than that.
         """
         may_replay = self._training.keeps is not None or self._session.config.mode == "replay"
-        if not may_replay or (not self._is_due and self._topology.world > 1):
+        if not may_replay or (not self._is_due and self._topology.world > 1 and not self._is_sharded):
             return None
         inputs = args[1] if len(args) > 1 else options.get("inputs")
         number = len_of(inputs)
@@ -399,6 +400,9 @@ class WholeSteps:
         self._refuse_large(batches)
         if not (self._is_sharded and batches) or (self._ladder is not None and not self._training.is_in_chunks):
             return
+        self._training.slots = max(map(slots_of, batches))
+        if self._topology.kind == "sharded":
+            self._training.decide_by_size()
         most = self._training.to_audit(batches)
         if most is None and not self._first.is_due:
             return
@@ -423,7 +427,9 @@ class WholeSteps:
     def _check_shards(self, inputs: Any, num_items_in_batch: Any) -> Outcome:
         """`_check` on shards: each rank sketches its own, and differences are taken over all ranks."""
         model, trainer = self._trainer.model_wrapped, self._trainer
-        prepared = trainer._prepare_inputs(inputs)
+        whole = {"inputs": inputs}
+        few = self._within_budget((), whole)
+        prepared = trainer._prepare_inputs((few[1] if few is not None else whole)["inputs"])
 
         def loss() -> Any:
             with trainer.compute_loss_context_manager():

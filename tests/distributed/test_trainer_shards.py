@@ -20,6 +20,8 @@ AUTO = {f"auto {step.__name__}": "joint" for step in cases.OWN} | {
     "auto LateWeights": "joint",
     "auto Weighted, window": "joint",
 }
+REPLAY = [case.replace("joint", "replay") for case in JOINT]
+BOUNDED = {"bounded None": "split", "bounded Weighted": "replay", "bounded Contrastive": "replay"}
 OTHERS = ("split Weighted", "joint LateReads")
 pytestmark = pytest.mark.slow
 
@@ -80,6 +82,23 @@ def test_auto_goes_over_in_the_middle(ranks_of: Callable[..., Ranks], kind: str)
     first, second = (rank["auto LateWeights"] for rank in ranks_of(kind, *AUTO))
     assert first["audits"] == second["audits"] == [1, 3, 5]
     assert "from step 3 on, model calls run in chunks" in first["said"][0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", [*REPLAY, *BOUNDED])
+def test_chunks_that_run_again_are_exact(ranks_of: Callable[..., Ranks], kind: str, case: str) -> None:
+    """Rank 1 has one chunk, and replays dummies: backward passes are collective."""
+    for found in (each[case] for each in ranks_of(kind, *REPLAY, *BOUNDED, "bounded OwnStep")):
+        assert "refused" not in found, found["refused"]
+        assert found["way"] == BOUNDED.get(case, "replay")
+        assert max(found["gradients"], found["apart"]) <= 1e-12
+        assert found["logs"] <= (1e-6 if found["way"] == "split" else 1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_would_run_as_it_came_and_is_too_large(ranks_of: Callable[..., Ranks], kind: str) -> None:
+    for rank in ranks_of(kind, *REPLAY, *BOUNDED, "bounded OwnStep"):
+        assert "set token_budget=240 or None" in rank["bounded OwnStep"]["refused"]
 
 
 def test_a_rank_whose_loss_fails_ends_both(ranks_of: Callable[..., Ranks]) -> None:

@@ -10,13 +10,16 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 # Where transformers looks for its place among the processes, as soon as it is imported.
 os.environ |= {"RANK": os.environ["LOCAL_RANK"], "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "false"}
+os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu", "LOCAL_SIZE": "2"}
 os.environ |= {
-    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_USE_FSDP": str("fsdp" in sys.argv[2]).lower(),
     "FSDP_VERSION": sys.argv[2][-1],
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
@@ -125,13 +128,33 @@ class Raises(cases.Own):
         return self.token_loss(outputs, inputs)
 
 
+MODES = {
+    "joint": JOINT,
+    "replay": replace(JOINT, mode="replay"),
+    "auto": AUTO,
+    "bounded": replace(AUTO, token_budget=BUDGET),
+    "split": SPLIT,
+}
 STEPS = {step.__name__: step for step in (*cases.OWN, Remembering, Adversarial, LateWeights, LateReads, Raises)}
+
+
+def of_deepspeed() -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": int(KIND[-1])},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
 
 
 def train(step: type | None, padmin: PadMinConfig | None, **options: Any) -> cases.Record:
     kind = InOrder if step is None else type(step.__name__, (step, InOrder), {})
     own: dict[str, Any] = {"per_device_train_batch_size": 8, "ddp_timeout": 60, "use_cpu": False, "data": data()}
     own |= {"max_grad_norm": 1.0 if KIND == "fsdp2" else 0.0}
+    if KIND.startswith("zero"):
+        own |= {"deepspeed": of_deepspeed(), "max_grad_norm": 1.0, "make": lambda: cases.llama().float()}
     return cases.train(kind, padmin=padmin, **(own | options))
 
 
@@ -143,13 +166,16 @@ def compared(step: type | None, padmin: PadMinConfig = JOINT, **options: Any) ->
             ours = train(step, padmin, **options)
         except Exception as error:
             return {"refused": f"{type(error).__name__}: {error}"}
-    assert ours.trainer.accelerator.distributed_type.value == "FSDP"
+    assert ours.trainer.accelerator.distributed_type.value == ("FSDP" if KIND.startswith("fsdp") else "DEEPSPEED")
     ledger = ours.trainer._padmin._training.ledger
     words = [str(each.message) for each in caught if issubclass(each.category, PadMinWarning)]
     return {
         "gradients": apart(ours, stock),
         "logs": cases.logs_apart(ours, stock),
-        "apart": float((ours.parameters - stock.parameters).abs().max()),
+        "apart": float((parameters(ours) - parameters(stock)).abs().max()),
+        "moved": float((parameters(stock) - torch.cat([p.flatten() for p in cases.llama().parameters()])).abs().max())
+        if KIND.startswith("zero")
+        else 1,
         "way": ours.trainer._padmin._training.way,
         "stats": ours.trainer.padding_stats.state_dict(),
         "said": words,
@@ -157,8 +183,20 @@ def compared(step: type | None, padmin: PadMinConfig = JOINT, **options: Any) ->
     }
 
 
+def parameters(record: cases.Record) -> Tensor:
+    if not KIND.startswith("zero"):
+        return record.parameters
+    import deepspeed
+
+    own = list(record.trainer.model.parameters())
+    with deepspeed.zero.GatheredParameters(own) if KIND == "zero3" else nullcontext():
+        return torch.cat([each.detach().double().flatten() for each in own])
+
+
 def apart(found: cases.Record, wanted: cases.Record) -> float:
     """As `cases.apart`, over the parts that this rank has."""
+    if KIND.startswith("zero"):  # whose engine keeps them
+        return 0.0
     assert len(found.gradients) == len(wanted.gradients) > 1
     both = zip(found.gradients, wanted.gradients, strict=True)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in both)
@@ -176,7 +214,7 @@ def outcome(name: str) -> dict[str, Any]:
     case, *more = name.split(", ")
     mode, step = case.split(" ")
     options = {name: value for each in more for name, value in MORE[each].items()}
-    return compared(STEPS.get(step), {"joint": JOINT, "auto": AUTO, "split": SPLIT}[mode], **options)
+    return compared(STEPS.get(step), MODES[mode], **options)
 
 
 if __name__ == "__main__":
