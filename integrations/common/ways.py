@@ -124,6 +124,8 @@ class Ladder:
         self._because(reason_of(error), str(error))
         training.go_over(way)
         self._bound()
+        if training.topology.kind == "sharded":
+            training.decide_by_size()
 
     def heard(self) -> None:
         """The batch has been checked, and runs: what has changed is told, once."""

@@ -12,6 +12,7 @@ import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -65,7 +66,9 @@ class Sharded:
     def configure_model(self: Any) -> None:
         if KIND == "fsdp2" and not isinstance(next(self.model.parameters()), DTensor):
             mesh = self.device_mesh["data_parallel"]
-            for layer in self.model.model.layers:
+            units = getattr(self, "units", None)
+            layers = self.model.model.layers if units is None else [getattr(self.model, name) for name in units]
+            for layer in layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
             if hasattr(self, "table"):
@@ -101,6 +104,52 @@ class Adversarial(cases.Adversarial):
             return super().loss(batch)
 
 
+class Attends(nn.Module):
+    """Attention that leaves padding out, and a mixture of what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        query, key, value = self.inner(hidden).chunk(3, dim=-1)
+        scores = (query @ key.transpose(1, 2)).masked_fill(attention_mask[:, None] == 0, -1e9)
+        return hidden + self.out(scores.softmax(-1) @ value).tanh()
+
+
+class Own(nn.Module):
+    """No model of transformers: an encoder between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.encoder = nn.Embedding(support.VOCABULARY, 16), Attends()
+        self.head = nn.Linear(16, support.VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        hidden = self.encoder(self.embedding(input_ids), attention_mask=attention_mask)
+        return SimpleNamespace(logits=self.head(hidden), hidden_states=[hidden])
+
+
+class Encoder(cases.Contrastive):
+    """Calls of the encoder run in chunks; those of all of it gather parameters."""
+
+    units: tuple[str, ...] = ("head",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Own().double()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.of(self.model(batch["input_ids"], batch["attention_mask"]), batch)
+
+
+class ShardedEncoder(Encoder):
+    """The encoder gathers its parameters itself."""
+
+    units = ("encoder", "head")
+
+
 STEPS = {
     kind.__name__: kind
     for kind in (
@@ -115,6 +164,8 @@ STEPS = {
         cases.WarmedUp,
         cases.SquaredInBackward,
         cases.ReadsPadding,
+        Encoder,
+        ShardedEncoder,
     )
 }
 
@@ -161,7 +212,7 @@ def compared(kind: type, padmin: dict[str, Any], **options: Any) -> dict[str, An
 
 def outcome(name: str) -> dict[str, Any]:
     mode, _, step = name.partition(" ")
-    options: dict[str, Any] = {"mode": mode} if mode != "auto" else {"token_budget": cases.SLOTS}
+    options: dict[str, Any] = {"auto": {"token_budget": cases.SLOTS}, "bounded": {}}.get(mode, {"mode": mode})
     options |= {"check": "off"} if mode == "split" else {}
     with zoo.quiet(), zoo.default_dtype(torch.float64), zoo.upcasts_to(torch.float64):
         return compared(STEPS[step], options)

@@ -26,6 +26,8 @@ def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], R
         if (kind, mode) not in done:
             own = [step for which, step in CASES if which == kind]
             names = [f"{mode} {step}" for step in [*own, "ReadsPadding"]] + ["split ClassWeights"]
+            names += [f"{mode} Encoder", f"{mode} ShardedEncoder"] if kind == "fsdp2" else []
+            names += ["bounded Contrastive", "bounded ReadsPadding"] if mode == "replay" else []
             output = tmp_path_factory.mktemp("shards") / "result.out"
             done[kind, mode] = processes.results(WORKER, output, kind, *names, fresh=True, timeout=400)
         return done[kind, mode]
@@ -55,6 +57,42 @@ def test_auto_takes_what_is_exact_on_both(ranks_of: Callable[[str, str], Ranks],
         if step != "WarmedUp":  # whose new term several ranks hear of behind the step that has it first
             assert max(found["gradients"], found["logs"], found["losses"], found["apart"]) <= 1e-12
         assert rank or found["stats"]["slots"] < found["stats"]["slots_before"] / 2
+
+
+@pytest.mark.parametrize(("kind", "step"), CASES)
+def test_chunks_that_run_again_are_exact(ranks_of: Callable[[str, str], Ranks], kind: str, step: str) -> None:
+    """Rank 1 has one chunk, and replays dummies: backward passes are collective."""
+    for found in (each[f"replay {step}"] for each in ranks_of(kind, "replay")):
+        assert "refused" not in found, found["refused"]
+        assert max(found["gradients"], found["logs"], found["losses"], found["apart"]) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", ["joint", "replay", "auto"])
+def test_modules_that_are_no_models_of_transformers(ranks_of: Callable[[str, str], Ranks], mode: str) -> None:
+    """In chunks where the module around them gathers their parameters: then no rank waits for another's chunks."""
+    for rank, found in enumerate(each[f"{mode} Encoder"] for each in ranks_of("fsdp2", mode)):
+        assert max(found["gradients"], found["logs"], found["losses"], found["apart"]) <= 1e-12
+        assert found["stats"]["micro_batches"] > 5 if rank == 0 else found["stats"]["micro_batches"] == 0
+
+
+@pytest.mark.parametrize("mode", ["joint", "auto"])
+def test_modules_that_gather_their_parameters_run_as_they_came(
+    ranks_of: Callable[[str, str], Ranks], mode: str
+) -> None:
+    for found in (each[f"{mode} ShardedEncoder"] for each in ranks_of("fsdp2", mode)):
+        assert found["gradients"] <= 1e-12
+        assert mode != "joint" or any("'model.encoder'" in words and "sharded" in words for words in found["said"])
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
+def test_auto_replays_what_is_larger_than_the_budget(ranks_of: Callable[[str, str], Ranks], kind: str) -> None:
+    """On both ranks, of which one has small batches."""
+    for rank in ranks_of(kind, "replay"):
+        found = rank["bounded Contrastive"]
+        assert "refused" not in found, found["refused"]
+        assert found["way"] == 2
+        assert max(found["gradients"], found["logs"], found["losses"], found["apart"]) <= 1e-12
+        assert "set token_budget=240 or None" in rank["bounded ReadsPadding"]["refused"]
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
