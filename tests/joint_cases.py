@@ -140,6 +140,16 @@ def pooled(outputs: Any, mask: Tensor) -> Tensor:
     return (hidden * weight).sum(1) / weight.sum(1)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Of one that is sharded, all of it, on every rank."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Of one that is sharded, this rank's part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def contrast(hidden: Tensor) -> Tensor:
     """In-batch negatives: each row against the next one's, rows 2k and 2k + 1 belong together."""
     first, second = (F.normalize(each, dim=-1) for each in (hidden[::2], hidden[1::2]))
@@ -205,10 +215,13 @@ class Remembering(Own):
         self.teacher = copy.deepcopy(self.model).requires_grad_(False)
         self.queue, self.count = torch.zeros(0, 16, dtype=torch.float64), 0
 
+    def weights(self) -> list[Tensor]:
+        return [whole(each) for each in self.model.parameters()]
+
     def loss_of(self, outputs: Any, inputs: Any) -> Tensor:
         self.count += 1
         with torch.no_grad():
-            for mine, theirs in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            for mine, theirs in zip(self.teacher.parameters(), self.weights(), strict=True):
                 mine.lerp_(theirs, 0.2)
             seen = self.teacher(
                 input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_hidden_states=True
@@ -322,7 +335,7 @@ OWN: list[type] = [
 
 
 class Record(TrainerCallback):
-    """Gradients before each step of the optimizer, and what was logged."""
+    """Gradients before each step of the optimizer, and what was logged; of shards those of this rank."""
 
     def __init__(self) -> None:
         self.gradients: list[Tensor] = []
@@ -332,7 +345,7 @@ class Record(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-        self.gradients.append(torch.cat([grad.detach().double().flatten() for grad in grads]))
+        self.gradients.append(torch.cat([local(grad).detach().double().flatten() for grad in grads]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.logs.append({name: value for name, value in logs.items() if not name.startswith(("padmin/", "train_"))})
@@ -345,6 +358,7 @@ def train(
     collator: Any = collate,
     behind: bool = False,
     resume: str | None = None,
+    data: Any = None,
     **options: Any,
 ) -> Record:
     """A training with (`padmin`) or without the mixin; `behind`: the step's class behind the mixin."""
@@ -369,14 +383,14 @@ def train(
     trainer = kind(
         model=model,
         args=TrainingArguments(**(defaults | options)),
-        train_dataset=rows(),
+        train_dataset=rows() if data is None else data,
         data_collator=collator,
         callbacks=[record],
         **({} if padmin is None else {"padmin": padmin}),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
-    record.parameters = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    record.parameters = torch.cat([local(p).detach().double().flatten() for p in trainer.model.parameters()])
     record.trainer = trainer
     return record
 

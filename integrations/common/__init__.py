@@ -49,7 +49,7 @@ from lightning_padmin.integrations.common.trainers import (
     untouched_trainer,
 )
 from lightning_padmin.integrations.common.training import Read, Training
-from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
+from lightning_padmin.integrations.common.two_ways import Apart, apart
 from lightning_padmin.integrations.common.versions import check_hooks, release, what_changed
 from lightning_padmin.integrations.common.ways import (
     BeforeStep,
@@ -99,7 +99,6 @@ __all__ = [
     "acts_on_gradients",
     "added",
     "apart",
-    "apart_on_shards",
     "backward_of_step",
     "check_hooks",
     "check_step",

@@ -158,9 +158,15 @@ class Training:
         return self.way == "replay"
 
     def decide_by_size(self) -> None:
-        """Whether a batch of so many `slots` is replayed, where that is found out batch by batch."""
+        """Whether a batch of so many `slots` is replayed, where that is found out batch by batch.
+
+        Where parameters are sharded, chunks that run again are collective: there it is a collective, of all ranks.
+        """
         if self.keeps is not None and self.is_in_chunks:
-            self.way = "replay" if self.slots > self.keeps else "joint"
+            slots = self.slots
+            if self.topology.kind == "sharded":
+                slots = int(self.topology.exchange([slots]).max())
+            self.way = "replay" if slots > self.keeps else "joint"
 
     def go_over(self, way: str) -> None:
         """The batch that is about to run, and all that come, go another way; checks begin anew."""
@@ -295,6 +301,8 @@ class Training:
         self.begin_step()
         found = way(batcher, self.may_pack)
         self.audit_is_due, self._has_begun = batcher.audits, False
+        if self.topology.kind == "sharded" and self.keeps is not None and self.is_in_chunks:
+            self._decide_together()
         if isinstance(found, MicroBatches):
             self._plan = {"micro_batches": len(found), "slots": found.stats.slots}
         if plans and batcher.has_changed and self.packs is not None:
@@ -320,7 +328,8 @@ class Training:
         """
         self.slots = table.slots
         self.refuse_whole(table.slots)
-        self.decide_by_size()
+        if self.topology.kind != "sharded":
+            self.decide_by_size()
         if self.ledger is None or self.way == "as it came":
             return False
         rows = row_facets(leaves, schema, table, self.values)
@@ -330,6 +339,15 @@ class Training:
         self._let_go()
         self.ledger.show(of_batch | reasons(rows))
         return self.ledger.wants
+
+    def _decide_together(self) -> None:
+        """Whether a batch is replayed, when no rank has refused its own; and what that shows."""
+        self.decide_by_size()
+        if self.replays and self.ledger is not None:
+            new = {each for each in self._facets_of_way if not self.ledger.has_seen(each)}
+            self._shown[0].update(new)
+            self.ledger.show(new)
+            self.audit_is_due = bool(self.topology.exchange([int(self.audit_is_due or bool(new))]).any())
 
     @property
     def _facets_of_way(self) -> set[str]:
@@ -483,7 +501,7 @@ class Training:
             return check()
         except Exception as error:
             is_of_step = was_raised_in_check(error)
-            if not (self.may_go_over or self.replays) or self.topology.kind == "sharded":
+            if not (self.may_go_over or self.replays):
                 raise
             # What a rank raises in a check's passes, all others hear of, and raise.
             if self.topology.world > 1 and (isinstance(error, PeerError) or is_from_check(error)):

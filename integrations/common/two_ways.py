@@ -82,12 +82,16 @@ def apart(
     exchange: Exchange,
     logged: Logged | None = None,
     settled: bool = False,
+    is_sharded: bool = False,
 ) -> Apart:
     """Gradients of a loss in two ways, each rank by itself; nothing is left of the passes.
 
+    Where parameters are sharded passes are collective; each rank sketches its own shards, and differences are taken
+    over all ranks.
+
     Args:
         loss: of a batch. All ranks take equally many, so that it may hold collectives.
-        module: what is trained, unwrapped.
+        module: what is trained, unwrapped; as it is wrapped where parameters are sharded.
         ways: the stock one, and the one that runs models in chunks.
         trainer: whose loss it is.
         without_trace: a context in which calls of the loss change nothing in the trainer.
@@ -95,8 +99,9 @@ def apart(
         logged: what the last call of `loss` has logged, by name; then it is also looked at whether loss, gradients and
             these move with what stands in outputs where rows have padding.
         settled: a check before this one has passed, and this rank's batch shows nothing new: a pass less then.
+        is_sharded: whether parameters are sharded over ranks.
     """
-    passes = _Passes(loss, module, ways, trainer, without_trace, exchange, logged)
+    passes = (_PassesOnShards if is_sharded else _Passes)(loss, module, ways, trainer, without_trace, exchange, logged)
     try:
         return passes.compared(settled)
     finally:
@@ -105,6 +110,8 @@ def apart(
 
 class _Passes:
     """Passes of one loss, each of which finds everything as the first one did."""
+
+    _place = "on this rank most in"
 
     def __init__(
         self,
@@ -128,24 +135,25 @@ class _Passes:
         """All ranks run the same passes."""
         came, of_came = self._run(self._stock)
         found, values = self._run(self._chunked)
-        limit, size = self._tolerance.limit, largest(came)
+        limit, size, of_chunks = self._tolerance.limit, self._largest(came), self._largest(found)
         value, name = self._difference(found, came)
-        told, is_random = 0 < size < math.inf, False
+        told, is_random, drew = 0 < size < math.inf, False, self._of_all(self._drew)
         if not told:  # nothing to compare with, unless chunks have a gradient where there is none
-            told = size == 0 and limit / 100 < largest(found) < math.inf and not self._drew
+            told = size == 0 and limit / 100 < of_chunks < math.inf and not drew
             value = math.inf if told else 0.0
-        if self._any(not value <= limit and self._drew):
+        if self._any(not value <= limit and drew):
             value, name = self._with_constants(value, name)
         if self._any(not value <= limit):
             again, _ = self._run(self._stock)
-            if not value <= limit and size and not self._difference(again, came)[0] <= limit:
+            repeats = self._difference(again, came)[0] <= limit
+            if not value <= limit and size and not repeats:
                 value, told, is_random = 0.0, False, True
         names: tuple[str, ...] = ()
         if self._logged is not None and not self._any(not value <= limit):
             names = self._of_padding(found, values, (came, of_came), settled)
         worst = float(all_gather_floats([value], self._exchange).max())
         told, is_random, reads = self._any(told), self._any(is_random), self._any(bool(names))
-        where = f"on this rank most in {name!r}"
+        where = f"{self._place} {name!r}"
         losses = frozenset(self._heard.losses)
         return Apart(worst, limit, where, losses, told, is_random, names, reads, self._wrote)
 
@@ -163,21 +171,23 @@ class _Passes:
             with state.watching(), self._without_trace(), no_hooks, without_dropout(self._module) as watch, within:
                 before = RandomState()
                 with draws():
-                    found = sketched_gradients(
-                        lambda: self._values(None), self._module, by_backward=self._by_backward, again=False
-                    )
+                    found = self._sketched()
                 self._drew = self._drew or not before.is_as(RandomState())
-            self._tolerance = self._tolerance.if_half(watch.saw_half)
+            self._tolerance = self._tolerance.if_half(self._of_all(watch.saw_half))
             self._wrote = self._wrote or bool(state.changes())
         finally:
             state.clear()
         return found
 
+    def _sketched(self) -> Sketches:
+        return sketched_gradients(lambda: self._values(None), self._module, by_backward=self._by_backward, again=False)
+
     def _with_constants(self, value: float, name: str) -> tuple[float, str]:
         """The difference where random numbers are constants, if that can be had."""
         pair = [self._run(way, lambda: Draws().of([], [], 0))[0] for way in (self._stock, self._chunked)]
-        can = self._drew and 0 < largest(pair[0]) < math.inf
-        return self._difference(pair[1], pair[0]) if can else (value, name)
+        size, constant = self._largest(pair[0]), self._difference(pair[1], pair[0])
+        can = self._of_all(self._drew) and 0 < size < math.inf
+        return constant if can else (value, name)
 
     def _of_padding(
         self,
@@ -193,8 +203,8 @@ class _Passes:
         """
         if not self._any(not settled):
             came, of_came = un_split
-            still = not moved(values, of_came) and self._difference(found, came)[0] <= STILL
-            if not self._any(not still):
+            stays = self._difference(found, came)[0] <= STILL
+            if not self._any(not stays or bool(moved(values, of_came))):
                 return ()
         names = self._moved(filled(self._chunked), found, values)
         if self._any(bool(names)):
@@ -204,15 +214,22 @@ class _Passes:
 
     def _moved(self, way: Way, found: Sketches, values: Mapping[str, Tensor]) -> list[str]:
         again, of_again = self._run(way)
-        size = largest(found)
-        stays = not 0 < size < math.inf or self._difference(again, found)[0] <= STILL
+        size, value = self._largest(found), self._difference(again, found)[0]
+        stays = not 0 < size < math.inf or value <= STILL
         return [*moved(of_again, values), *(() if stays else (GRADIENTS,))]
 
     def _difference(self, found: Sketches, wanted: Sketches) -> tuple[float, str]:
         return difference(found, wanted, scales(sizes(wanted), self._tolerance.limit))
 
+    def _largest(self, sketches: Sketches) -> float:
+        return largest(sketches)
+
     def _any(self, flag: bool) -> bool:
         return bool(self._exchange([int(flag)]).any())
+
+    def _of_all(self, flag: bool) -> bool:
+        """What ranks that do not compare by themselves must know of each other."""
+        return flag
 
     def _all_logged(self) -> Mapping[str, Any]:
         """And numbers that the pass has written down somewhere."""
@@ -221,70 +238,30 @@ class _Passes:
         return written | dict(self._logged())
 
 
+class _PassesOnShards(_Passes):
+    """Of parameters that are sharded: all ranks come to the same branches."""
+
+    _place = "most in"
+
+    def _sketched(self) -> Sketches:
+        with torch.enable_grad():
+            value = self._values(None)
+        torch.autograd.backward(value)
+        return sketched_shards(self._module)
+
+    def _difference(self, found: Sketches, wanted: Sketches) -> tuple[float, str]:
+        value, name = difference_over_ranks(found, wanted, self._tolerance.limit, self._exchange)
+        return value, name.replace("_fsdp_wrapped_module.", "")
+
+    def _largest(self, sketches: Sketches) -> float:
+        return float(all_gather_floats([largest(sketches)], self._exchange).max())
+
+    def _of_all(self, flag: bool) -> bool:
+        return self._any(flag)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def apart_on_shards(
-    loss: Callable[[], Any],
-    model: nn.Module,
-    ways: Sequence[Way],
-    *,
-    without_trace: Way,
-    exchange: Exchange,
-    logged: Logged | None = None,
-) -> Apart:
-    """`apart` where parameters are sharded: each rank sketches its own shards, and passes are collective.
-
-    Args:
-        loss: of a batch.
-        model: what is trained, as it is wrapped.
-        ways: two.
-        without_trace: see `apart`.
-        exchange: the collective.
-        logged: see `apart`.
-    """
-    state = ModuleState(model)
-    model.train()
-    tolerance, heard = Tolerance.for_(dtypes_of(model)), _Heard(loss)
-    values = Heard(lambda _: heard(), logged)
-
-    def run(way: Way) -> tuple[Sketches, Mapping[str, Tensor]]:
-        nonlocal tolerance
-        within, no_hooks = way(), without_user_hooks(model)
-        with without_trace(), no_hooks, without_dropout(model) as watch, within:
-            with torch.enable_grad():
-                value = values(None)
-            torch.autograd.backward(value)
-            found = sketched_shards(model)
-        tolerance = tolerance.if_half(watch.saw_half)
-        state.clear()
-        return found, values.take()
-
-    def compare(found: Sketches, wanted: Sketches) -> tuple[float, str]:
-        return difference_over_ranks(found, wanted, tolerance.limit, exchange)
-
-    def moved_by(way: Way) -> list[str]:
-        again, of_again = run(way)
-        stays = compare(again, found)[0] <= STILL
-        return [*moved(of_again, of_found), *(() if stays else (GRADIENTS,))]
-
-    names: list[str] = []
-    try:
-        came, _ = run(ways[0])
-        found, of_found = run(ways[1])
-        tolerance = tolerance.if_half(bool(exchange([tolerance.is_half]).any()))
-        worst, name = compare(found, came)
-        if logged is not None and worst <= tolerance.limit:  # the same on all ranks
-            names = moved_by(filled(ways[1]))
-            if exchange([int(bool(names))]).any():
-                anyway = moved_by(ways[1])
-                names = [each for each in names if each not in anyway]
-    finally:
-        state.restore()
-    where = f"most in {name.replace('_fsdp_wrapped_module.', '')!r}"
-    reads = bool(exchange([int(bool(names))]).any())
-    return Apart(worst, tolerance.limit, where, frozenset(heard.losses), moved=tuple(names), reads_padding=reads)
 
 
 class _Heard:
@@ -300,4 +277,4 @@ class _Heard:
         return value
 
 
-__all__ = ["Apart", "apart", "apart_on_shards"]
+__all__ = ["Apart", "apart"]

@@ -60,8 +60,8 @@ class Ladder:
         self._training, self._ways, self._budget, self._why_kept = training, list(ways), budget, why_kept
         self._reasons: list[str] = []
         self._why: list[str] = []  # all of them
-        # Under sharding a chunk that runs again would gather parameters in the middle of the backward pass.
-        self._may_replay = may_replay and training.topology.kind in ("single", "ddp")
+        # DeepSpeed's engine gathers parameters by hooks of its own, in the backward pass for that pass alone.
+        self._may_replay = may_replay and training.topology.kind != "engine"
         self._has_run, training.may_go_over = False, bool(ways)
         if self._ways and self.rung not in self._ways:  # a checkpoint's, of a module that had other models
             training.way = self._ways[0]
@@ -124,6 +124,8 @@ class Ladder:
         self._because(reason_of(error), str(error))
         training.go_over(way)
         self._bound()
+        if training.topology.kind == "sharded":
+            training.decide_by_size()
 
     def heard(self) -> None:
         """The batch has been checked, and runs: what has changed is told, once."""

@@ -37,9 +37,9 @@ from lightning_padmin.integrations.common.first_batch import FirstBatches
 from lightning_padmin.integrations.common.plain import few_rows, len_of, plain_stats, slots_of
 from lightning_padmin.integrations.common.session import Session
 from lightning_padmin.integrations.common.topology import Topology, un_reduced
-from lightning_padmin.integrations.common.trainers import look_for_whole_steps, untouched_trainer
+from lightning_padmin.integrations.common.trainers import look_for_whole_steps
 from lightning_padmin.integrations.common.training import Training
-from lightning_padmin.integrations.common.two_ways import Apart, apart, apart_on_shards
+from lightning_padmin.integrations.common.two_ways import Apart, apart
 from lightning_padmin.integrations.common.ways import Ladder
 from lightning_padmin.runtime import RandomState, replaced
 from lightning_padmin.stats import PaddingStats
@@ -136,7 +136,8 @@ class WholeSteps:
     def _step(self, stock: Callable[..., Any], model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         own, is_mapping = self._unwrapped(model), isinstance(inputs, Mapping)
         self._training.slots = slots_of(inputs)
-        self._training.decide_by_size()
+        if self._topology.kind != "sharded":  # there all batches of a window go one way
+            self._training.decide_by_size()
         if self._ladder is not None:
             self._look_at_hooks(own)
         else:
@@ -156,8 +157,7 @@ class WholeSteps:
             with self._training.around(0, 2), self._listening(), self._in_backward(), whole:
                 result = stock(model, inputs, *args, **options)
             self._ladder.heard()
-        if not self._is_sharded:
-            self._settle(own)
+        self._settle(own)
         if not self._calls and self._words.nothing is not None and self._training.way != "as it came":
             self._session.notices(self._words.nothing)
         if self._calls:
@@ -317,7 +317,7 @@ class WholeSteps:
         None where the whole batch is no more than that.
         """
         may_replay = self._training.keeps is not None or self._session.config.mode == "replay"
-        if not may_replay or (not self._is_due and self._topology.world > 1):
+        if not may_replay or (not self._is_due and self._topology.world > 1 and not self._is_sharded):
             return None
         inputs = args[1] if len(args) > 1 else options.get("inputs")
         number = len_of(inputs)
@@ -400,6 +400,9 @@ class WholeSteps:
         self._refuse_large(batches)
         if not (self._is_sharded and batches) or (self._ladder is not None and not self._training.is_in_chunks):
             return
+        self._training.slots = max(map(slots_of, batches))
+        if self._topology.kind == "sharded":
+            self._training.decide_by_size()
         most = self._training.to_audit(batches)
         if most is None and not self._first.is_due:
             return
@@ -424,16 +427,25 @@ class WholeSteps:
     def _check_shards(self, inputs: Any, num_items_in_batch: Any) -> Outcome:
         """`_check` on shards: each rank sketches its own, and differences are taken over all ranks."""
         model, trainer = self._trainer.model_wrapped, self._trainer
-        prepared = trainer._prepare_inputs(inputs)
+        whole = {"inputs": inputs}
+        few = self._within_budget((), whole)
+        prepared = trainer._prepare_inputs((few[1] if few is not None else whole)["inputs"])
 
         def loss() -> Any:
             with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, _fresh(prepared), num_items_in_batch=num_items_in_batch)
 
         self._waste = PaddingStats()
-        exchange = self._topology.exchange
-        found = apart_on_shards(
-            loss, model, self._ways, without_trace=self._without_trace, exchange=exchange, logged=self._logged
+        found = apart(
+            loss,
+            model,
+            self._ways,
+            trainer=trainer,
+            without_trace=self._without_trace,
+            exchange=self._topology.exchange,
+            logged=self._logged,
+            settled=self._is_settled,
+            is_sharded=True,
         )
         return self._judged(found)
 
@@ -529,8 +541,7 @@ class WholeSteps:
         def log(logs: Mapping[str, Any], *args: Any, **options: Any) -> None:
             self._logs |= logs
 
-        untouched = untouched_trainer(self._trainer) if self._is_sharded else nullcontext()
-        with untouched, replaced(self._trainer, log=log):
+        with replaced(self._trainer, log=log):
             yield
 
     def _unwrapped(self, model: Any) -> nn.Module:

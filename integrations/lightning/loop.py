@@ -569,8 +569,8 @@ def has_collective_forwards(trainer: Trainer) -> bool:
 
 
 def may_replay(trainer: Trainer) -> bool:
-    """Whether a module may run again in the backward pass: elsewhere parameters are gathered by its hooks."""
-    return not is_sharded(trainer) and not isinstance(trainer.strategy, DeepSpeedStrategy)
+    """Whether a module may run again in the backward pass, in which DeepSpeed's engine has hooks of its own."""
+    return not isinstance(trainer.strategy, DeepSpeedStrategy)
 
 
 def has_own_batch(trainer: Trainer) -> bool:

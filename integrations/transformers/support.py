@@ -29,7 +29,7 @@ def refuse_unsupported(trainer: Any, config: PadMinConfig) -> None:
         refuse_noise_of(trainer)
     refuse_data_parallel(trainer)
     kind = trainer.accelerator.distributed_type.value
-    if config.mode == "replay" and kind in ("FSDP", "DEEPSPEED"):
+    if config.mode == "replay" and kind == "DEEPSPEED":
         raise ConfigError(
             f"mode='replay' under {kind}: chunks that run again would gather parameters in the middle of the backward "
             "pass, which was not tried. Use mode='joint'"

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_alone
@@ -234,8 +235,8 @@ class _Proxy:
         given = calls.mask_of(bound.arguments)
         if given is None:
             return None
-        if not self._run.is_alone:
-            raise AsItCame("parameters are sharded, and only models of transformers run in chunks then")
+        if not self._run.is_alone and _is_collective(self._model):
+            raise AsItCame("its parameters are sharded, and only models of transformers run in chunks then")
         if _is_checkpointed():
             raise AsItCame(_CHECKPOINTED)
         before = RandomState()
@@ -391,6 +392,14 @@ class _Refused(Exception):
     def __init__(self, error: PadMinError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def _is_collective(module: nn.Module) -> bool:
+    """Whether parameters are gathered by a module inside; those that one around it has gathered are there."""
+    kinds = FullyShardedDataParallel, FSDPModule
+    return any(isinstance(each, kinds) for each in module.modules()) or any(
+        hasattr(each, "ds_id") for each in module.parameters()
+    )
 
 
 def _is_checkpointed() -> bool:

@@ -8,17 +8,21 @@ there is one backward pass, in which each parameter's gradient is complete once.
 The second pass finds the module as the first one did: random numbers, training flags, which parameters are trained,
 numbers and names among attributes (the adapter that is active, a counter), and buffers of one number. What a step does
 to weights between the two is not undone, but noticed where that is asked for.
+
+Where parameters are sharded (FSDP), modules inside gather them for the second pass as for the first, so that it is
+collective too: ranks run equally many chunks, whose backward passes come in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_padmin.errors import TrainingStepError
 from lightning_padmin.runtime import RandomState
@@ -68,15 +72,23 @@ def recomputed(
 
     found: list[Tensor] = []
     _mapped(kept, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    # Tensors are handed over for their device alone, whose autocast is the same in the second call.
-    return checkpoint(run, *found, use_reentrant=False, preserve_rng_state=False)
+    # A pass that stops when it has what is needed would leave modules that gather their parameters in the middle.
+    with set_checkpoint_early_stop(False) if _is_sharded(module) else nullcontext():
+        # Tensors are handed over for their device alone, whose autocast is the same in the second call.
+        return checkpoint(run, *found, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Weights:
-    """Sums and norms of what is trained of a module; of nothing else, which may be quantized."""
+    """Sums and norms of what is trained of a module; of nothing else, which may be quantized.
+
+    Of what is sharded, those of this rank's shards, as far as they can be had: what is gathered comes and goes.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = [p for p in module.parameters() if p.requires_grad and p.is_floating_point() and p.numel()]
+        parameters = [p for p in module.parameters() if p.requires_grad and p.is_floating_point()]
+        if _is_sharded(module):
+            parameters = [p.to_local() for p in parameters if hasattr(p, "to_local")]
+        self._parameters = [p for p in parameters if p.numel()]
         self._before = self._told()
 
     def _told(self) -> list[Tensor]:
@@ -93,6 +105,13 @@ class _Weights:
         """Beyond the rounding of a sum whose order is not the same on another thread; nan is the same as nan."""
         pairs = zip(self._before, self._told(), strict=True)
         return any(bool(((now - then).abs() > 1e-6 * then[1]).any()) for then, now in pairs)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether parameters are gathered and given up again while it runs."""
+    return any(hasattr(p, "to_local") or hasattr(p, "_fsdp_flattened") for p in module.parameters()) or any(
+        isinstance(each, FullyShardedDataParallel) for each in module.modules()
+    )
 
 
 class _State:
@@ -113,7 +132,9 @@ class _State:
             _put(*now)
 
     def _attributes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        spaces = [vars(each) for each in self._module.modules()]
+        # A wrapper's attributes are of the passes that run.
+        modules = self._module.modules()
+        spaces = [vars(each) for each in modules if not isinstance(each, FullyShardedDataParallel)]
         return [(space, {name: each for name, each in space.items() if type(each) in _PLAIN}) for space in spaces]
 
     def _flags(self) -> list[tuple[nn.Parameter, bool]]:

@@ -93,6 +93,8 @@ _VIEWS = _words(
     "Alias AsStrided Clone Expand Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T ToCopy Transpose "
     "UnsafeView Unsqueeze View"
 )
+# How memory lies, which is no part of a loss: reshaping is a view of one row, and a copy of several.
+_LAYOUT = _words("Alias Clone ReshapeAlias UnsafeView View")
 _WEIGHT = {"Addmm": 2, "Mm": 1}  # which input is the weight of a linear layer
 # How often one way from an operation to another is gone, and below products, of which most are a frozen model's.
 _REPEATS, _REPEATS_INSIDE = 16, 4
@@ -251,6 +253,8 @@ def _fingerprint(loss: Tensor, most: int, stop: frozenset[Any]) -> Fingerprint:
     waiting: dict[tuple[torch.device, torch.dtype], list[tuple[_Unread, Tensor]]] = {}
     for node, how in _walk(loss.grad_fn, most, stop):
         operation = how.name or node.name()
+        if how.is_layout:
+            continue
         found.append((operation, "", "", ""))
         for name, value, judge, *operand in _saved(node, how) if how.readers else ():
             to = operand[0] if operand else ""
@@ -340,6 +344,7 @@ class _How:
         operation: that without `Backward0`.
         is_leaf: the end of a graph.
         is_view: may lie between a parameter and the operation that uses it.
+        is_layout: leaves numbers and their order as they are.
         is_python: an `autograd.Function`, of which the name is all that is looked at.
         may_begin_model: where it is given a parameter, the model begins.
         readers: what looks at what a node saved.
@@ -353,6 +358,7 @@ class _How:
     operation: str
     is_leaf: bool = False
     is_view: bool = False
+    is_layout: bool = False
     is_python: bool = False
     may_begin_model: bool = False
     readers: tuple[Callable[[Any, _How], _Facts], ...] = ()
@@ -400,6 +406,7 @@ def _learnt(node: Any, kind: type) -> _How:
         name,
         operation,
         is_view=operation in _VIEWS,
+        is_layout=operation in _LAYOUT,
         may_begin_model=operation in _MODEL,
         readers=tuple(reader for reader, is_used in readers.items() if is_used),
         plain=plain,
@@ -449,7 +456,14 @@ def _operand(node: Any, name: str) -> str:
     inputs = [below for below, _ in node.next_functions]
     if len(inputs) == 2 and name in ("other", "self", "alpha"):
         inputs = inputs[:1] if name == "other" else inputs[1:]
+    inputs = [_past_layout(below) for below in inputs]
     return " and ".join(_of(below).name or below.name() for below in inputs if below is not None)
+
+
+def _past_layout(node: Any) -> Any:
+    while node is not None and _of(node).is_layout and node.next_functions:
+        node = node.next_functions[0][0]
+    return node
 
 
 def _kinks(node: Any, how: _How) -> _Facts:

@@ -144,6 +144,15 @@ def test_another_batch_is_the_same_loss(name: str) -> None:
     assert len(keys(SAME[name], Net(), batches)) == 1
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_row_is_the_same_loss(reduction: str) -> None:
+    """Reshaping it is a view, and of several rows a copy."""
+    net, loss = Net(), lambda *batch: ce(*batch, reduction=reduction)
+    assert len(keys(loss, net, [(1, 6), (4, 6)])) == 1
+    names = [{fact.operation for fact in fingerprint(loss(net, rows, 6)).resolve()} for rows in (1, 4)]
+    assert not any("View" in name or "Clone" in name for each in names for name in each)
+
+
 def test_kinds_differ_from_each_other() -> None:
     net, same = Net(), {("with pairs", "annealing"), ("with pairs", "annealing, a tensor")}
     found = {name: fingerprint(loss(net, 4, 6)).key for name, loss in SAME.items()}
