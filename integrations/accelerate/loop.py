@@ -15,7 +15,6 @@ rows and decides whether gradients are reduced. Checked with accelerate 1.10.1 a
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -39,8 +38,9 @@ from lightning_padmin.integrations.common import (
     Session,
     Topology,
     Training,
+    before_boundary,
     ddp_of,
-    find_engine,
+    find_prepared,
     has_static_graph,
     run_loop,
 )
@@ -284,7 +284,7 @@ class PadMin:
         kind = self.accelerator.distributed_type
         with ExitStack() as stack:
             if not micro.is_last and kind == DistributedType.DEEPSPEED:
-                stack.enter_context(_not_synchronised(self.accelerator))
+                stack.enter_context(before_boundary(self.accelerator))
             if not micro.is_last and _is_ddp(kind) and not has_static_graph(model):
                 # Inside of `accumulate`, while no step is due, this is a no_sync within another.
                 stack.enter_context(self.accelerator.no_sync(model))
@@ -324,18 +324,6 @@ def _counted_backward(accelerator: Accelerator, micro: MicroBatch) -> Iterator[l
             accelerator.backward = before
 
 
-@contextmanager
-def _not_synchronised(accelerator: Accelerator) -> Iterator[None]:
-    """DeepSpeed: `accelerator.backward` would let the engine step. It tells the engine's boundary too."""
-    state = accelerator.gradient_state
-    before = state.sync_gradients
-    state._set_sync_gradients(False)
-    try:
-        yield
-    finally:
-        state._set_sync_gradients(before)
-
-
 def _is_ddp(kind: DistributedType) -> bool:
     return str(kind.value).startswith("MULTI_")
 
@@ -344,7 +332,7 @@ def _refuse_unprepared(accelerator: Accelerator, model: nn.Module) -> None:
     """What would train each rank alone, or leave a rank waiting."""
     kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
-        _refuse_engine(accelerator, model)
+        find_prepared(accelerator, model)
     if not _is_ddp(kind):
         return
     wrappers = ddp_of(model)
@@ -356,16 +344,6 @@ def _refuse_unprepared(accelerator: Accelerator, model: nn.Module) -> None:
         raise ConfigError(
             "join_uneven_inputs: a rank without batches would be waited for when ranks agree on micro-batches. Leave "
             "it out, and let the loader keep batches even (even_batches=True)"
-        )
-
-
-def _refuse_engine(accelerator: Accelerator, model: nn.Module) -> None:
-    if find_engine(model) is None:
-        raise ConfigError(f"model={type(model).__name__}: expected the engine that accelerator.prepare returned")
-    if "sync_gradients" not in inspect.signature(accelerator.deepspeed_engine_wrapped.backward).parameters:
-        raise ConfigError(
-            "DeepSpeed: this version of Accelerate does not tell backward passes that end a window from others; 1.10.1 "
-            "and 1.15 were checked"
         )
 
 

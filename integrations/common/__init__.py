@@ -25,7 +25,13 @@ batches go. It keeps what differs: who calls backward, when gradients are zeroed
 from lightning_padmin.architectures import Tolerable, refuse_batch_statistics, refuse_noise_of, screen
 from lightning_padmin.integrations.common.audits import Audits as SessionAudits
 from lightning_padmin.integrations.common.backward import acts_on_gradients, is_linear, reenters
-from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
+from lightning_padmin.integrations.common.deepspeed import (
+    accumulation_boundary,
+    before_boundary,
+    drop_gradients,
+    find_engine,
+    find_prepared,
+)
 from lightning_padmin.integrations.common.empty_loss import collected_outputs, defined, zero_of_parameters
 from lightning_padmin.integrations.common.first_batch import MOST_BATCHES, FirstBatches
 from lightning_padmin.integrations.common.isolated import Isolated, Seen, added
@@ -100,12 +106,15 @@ __all__ = [
     "added",
     "apart",
     "backward_of_step",
+    "before_boundary",
     "check_hooks",
     "check_step",
     "collected_outputs",
     "ddp_of",
     "defined",
+    "drop_gradients",
     "find_engine",
+    "find_prepared",
     "fingerprint",
     "has_own_step",
     "has_static_graph",

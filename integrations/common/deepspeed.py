@@ -23,6 +23,7 @@ Checked with deepspeed 0.16.9, 0.19.0 and 0.19.8 (where 0.16.9 added up passes b
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from typing import Any
 from lightning_padmin.errors import ConfigError
 from lightning_padmin.integrations.common.versions import release, what_changed
 
-__all__ = ["accumulation_boundary", "check_engine", "find_engine"]
+__all__ = ["accumulation_boundary", "before_boundary", "check_engine", "drop_gradients", "find_engine", "find_prepared"]
 
 CHECKED = "0.16.9, 0.19.0 and 0.19.8"
 # method of the engine, its first parameters; backward is wrapped, so that its own cannot be seen
@@ -87,6 +88,53 @@ def accumulation_boundary(engine: Any, *, is_last: bool) -> Iterator[None]:
             _mirror(optimizer, mirrored)
 
 
+@contextmanager
+def before_boundary(accelerator: Any) -> Iterator[None]:
+    """Around a pass that does not end a window, where Accelerate's `backward` tells the engine, and has it step."""
+    state = accelerator.gradient_state
+    before = state.sync_gradients
+    state._set_sync_gradients(False)
+    try:
+        yield
+    finally:
+        state._set_sync_gradients(before)
+
+
+def drop_gradients(model: Any) -> None:
+    """Empties the gradients of a part of a batch, which an engine keeps in more places than one.
+
+    Args:
+        model: as it is wrapped. Where it is no engine of DeepSpeed, this is `model.zero_grad(set_to_none=True)`.
+    """
+    if not _is_engine(model):
+        model.zero_grad(set_to_none=True)
+        return
+    model.zero_grad()
+    optimizer = model.optimizer
+    if callable(getattr(optimizer, "zero_grad", None)):
+        optimizer.zero_grad()
+    for name in ("all_grad_tensors", "averaged_gradients"):  # of ZeRO-1 and ZeRO-2
+        if isinstance(getattr(optimizer, name, None), dict):
+            getattr(optimizer, name).clear()
+
+
+def find_prepared(accelerator: Any, model: Any) -> Any:
+    """The engine that Accelerate has made of a model, see `find_engine`, and that it tells of boundaries.
+
+    Raises:
+        ConfigError: there is none; see also `find_engine`.
+    """
+    engine = find_engine(model)
+    if engine is None:
+        raise ConfigError(f"model={type(model).__name__}: expected the engine that accelerator.prepare returned")
+    if "sync_gradients" not in inspect.signature(accelerator.deepspeed_engine_wrapped.backward).parameters:
+        raise ConfigError(
+            "DeepSpeed: this version of Accelerate does not tell backward passes that end a window from others; 1.10.1 "
+            "and 1.15 were checked"
+        )
+    return engine
+
+
 def find_engine(holder: Any) -> Any:
     """The DeepSpeed engine that is, or is kept by, a model, a strategy or a wrapper; checked by `check_engine`.
 
@@ -100,19 +148,21 @@ def find_engine(holder: Any) -> Any:
     Raises:
         ConfigError: `holder` belongs to DeepSpeed, but no engine is to be found, or not one that can be told.
     """
-    deepspeed = sys.modules.get("deepspeed")
-    engine_class = getattr(deepspeed, "DeepSpeedEngine", None)
-    if isinstance(engine_class, type):
-        for candidate in (holder, *(getattr(holder, name, None) for name in _HOLDERS)):
-            if isinstance(candidate, engine_class):
-                check_engine(candidate)
-                return candidate
+    for candidate in (holder, *(getattr(holder, name, None) for name in _HOLDERS)):
+        if _is_engine(candidate):
+            check_engine(candidate)
+            return candidate
     if any("deepspeed" in base.__name__.lower() for base in type(holder).__mro__):
         raise ConfigError(
             f"{_version()}: {type(holder).__name__} holds no DeepSpeedEngine (looked at: {', '.join(_HOLDERS)}), so "
             "it cannot be told which backward pass is a batch's last. Was the model set up before?"
         )
     return None
+
+
+def _is_engine(candidate: Any) -> bool:
+    kind = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+    return isinstance(kind, type) and isinstance(candidate, kind)
 
 
 def check_engine(engine: Any) -> None:

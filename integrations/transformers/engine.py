@@ -42,6 +42,7 @@ from lightning_padmin.integrations.common import (
     WholeSteps,
     check_hooks,
     check_step,
+    drop_gradients,
     has_step_in_front,
     own_step,
     reducing,
@@ -480,7 +481,7 @@ class Engine:
                         total = total + stock(model, micro.batch, num_items)
                 self._settle(chunks, num_items, is_last=k == len(chunks) - 1)
         except (OutOfMemoryError, PeerError, TrainingStepError, GradientHookError, GradientCheckError):
-            model.zero_grad(set_to_none=True)  # gradients of a part of a batch
+            drop_gradients(model)  # of a part of a batch
             raise
         return total  # type: ignore[no-any-return]
 
@@ -492,7 +493,7 @@ class Engine:
                 inputs.has_run = True
                 return
             what = "a batch came twice" if inputs.has_run else "a batch was written into"
-        model.zero_grad(set_to_none=True)
+        drop_gradients(model)
         raise TrainingStepError(
             f"{type(self._trainer).__qualname__}: {what}, after rows of {self._dealt} batches had been regrouped for "
             "their steps. Do that in a training_step of a class in front of the mixin, class MyTrainer(Mine, "

@@ -20,6 +20,9 @@ from lightning_padmin.integrations.common import (
     OneLoss,
     Session,
     Training,
+    before_boundary,
+    drop_gradients,
+    find_prepared,
     look_for_whole_steps,
     refuse_batch_statistics,
     replaced,
@@ -115,6 +118,7 @@ class Engine:
         self._kinds: tuple[tuple[torch.dtype, torch.device] | None, ...] = ()
         self._as_stock = shards_what_sees(trainer)
         self._given: Given | None = None
+        self._engine: Any = None  # of DeepSpeed, once it was looked at
         self.reset()
         corrected = [each for each in findings.told if each.severity == "correct"]
         self._is_corrected = bool(corrected)  # what left padding does to this model is known, and said
@@ -209,7 +213,7 @@ class Engine:
         return self._config.token_budget if self._config.token_budget is not None else slots
 
     def _no_sync_of(self, model: Any) -> Callable[[], AbstractContextManager[Any]] | None:
-        """Only DistributedDataParallel is told to wait; FSDP reduces in every backward pass."""
+        """Only DistributedDataParallel is told to wait with passes; FSDP reduces in every backward pass."""
         if self._topology.kind != "ddp":
             return None
         return partial(self._trainer.accelerator.no_sync, model)
@@ -224,11 +228,17 @@ class Engine:
 
     def _whole_step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Joint: one backward pass for a stock micro-batch."""
+        self._look_at_engine(model)
         refuse_batch_statistics(model)
         own = self._trainer.accelerator.unwrap_model(model)
         look_for_whole_steps(self._training.hooks, own, [own])
         with self._training.around(0, 2):
             return stock(model, inputs, num_items_in_batch)
+
+    def _look_at_engine(self, model: Any) -> None:
+        """Raises ConfigError for an engine of DeepSpeed whose steps cannot be told from its passes."""
+        if self._topology.kind == "engine" and self._engine is not model:
+            self._engine = find_prepared(self._trainer.accelerator, model)
 
     def _hooks_call_for_joint(self, model: Any) -> bool:
         """Whether a hook acts on whole gradients, so that the window has to run in joint mode."""
@@ -255,6 +265,7 @@ class Engine:
         return "" if self._wanted == "auto" else "Set mode='joint' or mode='auto'"
 
     def _step(self, stock: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        self._look_at_engine(model)
         refuse_batch_statistics(model)
         if self._passes is None and self._hooks_call_for_joint(model):
             return self._whole_step(stock, model, inputs, num_items_in_batch)
@@ -275,7 +286,7 @@ class Engine:
         except BaseException as error:
             self.reset()
             if isinstance(error, OutOfMemoryError | PeerError | TrainingStepError | GradientHookError):
-                model.zero_grad(set_to_none=True)  # gradients of a part of a batch
+                drop_gradients(model)  # of a part of a batch
             raise
         self._position = 0 if ends else self._position + 1
         return loss
@@ -313,6 +324,9 @@ class Engine:
         return loss
 
     def _waiting(self, model: Any) -> AbstractContextManager[Any]:
+        """Around a pass behind which there are others: gradients are not reduced, an engine does not step."""
+        if self._topology.kind == "engine":
+            return before_boundary(self._trainer.accelerator)
         return (self._no_sync_of(model) or nullcontext)()
 
     def _open(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any) -> Passes | None:
@@ -439,7 +453,8 @@ class Engine:
             GradientCheckError: on all ranks.
         """
         trainer, audits = self._trainer, self._audits
-        is_sharded = self._topology.kind == "sharded"
+        # Backward passes of an engine count, and ranks may hold parts of parameters.
+        is_sharded = self._topology.kind in ("sharded", "engine")
         own = model if is_sharded else trainer.accelerator.unwrap_model(model)
         with self._waiting(model):
             passes = Isolated(own, trainer, partial(trl_stock.without_trace, trainer), values_only=is_sharded)

@@ -103,12 +103,12 @@ class Passes:
         with self._draws[chunk].again() if self._draws else nullcontext():
             scores = self._score(chunk)
         self.guard.forward_is_done(chunk)
-        if window.batches.is_dummy(chunk):
-            loss = zero_of(scores)
-        elif self._value is not None:
-            loss = window.pull(chunk, scores)
+        is_dummy = window.batches.is_dummy(chunk)
+        if self._value is not None:
+            loss = zero_of(scores) if is_dummy else window.pull(chunk, scores)
         else:
-            loss = self._split(chunk, scores)
+            # A dummy is sent backward through what others are: ZeRO-3 gathers in the order in which ranks pass modules.
+            loss = self._split(chunk, scores) * 0 if is_dummy else self._split(chunk, scores)
         value = loss.new_zeros(())
         if chunk == window.order[-1]:
             value = self._value if self._value is not None else self._metrics()
@@ -122,7 +122,8 @@ class Passes:
         for e, live in window.with_live_rows(chunk, scores).items():
             with trl_stock.without_trace(self.trainer):
                 parts.append(self.stock_loss(window.entries[e].inputs, live)[0])
-        window.store(chunk, scores)
+        if not window.batches.is_dummy(chunk):
+            window.store(chunk, scores)
         return torch.stack(parts).sum()
 
     def _metrics(self) -> Tensor:

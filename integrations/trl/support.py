@@ -12,10 +12,11 @@ from lightning_padmin.integrations.trl import hooks as trl_stock
 _ONLINE = {"GRPOTrainer", "RLOOTrainer"}
 _OFFLINE = {"SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer"}
 SHARDS_WHAT_SEES = (
-    "under FSDP a model with a vision tower runs as without PadMinMixin: ranks gather the tower's weights together, "
-    "and a chunk without images would not take part. Use DDP"
+    "under FSDP and DeepSpeed a model with a vision tower runs as without PadMinMixin: ranks gather the tower's "
+    "weights, or reduce its gradients, together, and a chunk without images would not take part. Use DDP"
 )
-_DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+_SHARDED = ("FSDP", "DEEPSPEED")
+_DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 
 
 def is_offline(kind: type) -> bool:
@@ -75,12 +76,8 @@ def refuse_trainer(trainer: Any) -> None:
     if getattr(parallelism, "cp_enabled", False) or getattr(parallelism, "sp_enabled", False):
         raise ConfigError("parallelism_config: context and sequence parallelism cut rows apart. Switch them off")
     kind = trl_stock.distributed_type(trainer)
-    if kind == "DEEPSPEED":
-        raise ConfigError(
-            "DeepSpeed: its engine counts backward passes, which differ from step to step here. Use DDP or FSDP"
-        )
     if kind not in _DISTRIBUTED:
-        raise ConfigError(f"distributed_type={kind}: PadMinMixin knows one device, DDP and FSDP")
+        raise ConfigError(f"distributed_type={kind}: PadMinMixin knows one device, DDP, FSDP and DeepSpeed")
     for name, adapter in (getattr(trainer.model, "peft_config", None) or {}).items():
         if getattr(adapter, "is_prompt_learning", False):
             raise ConfigError(
@@ -90,14 +87,15 @@ def refuse_trainer(trainer: Any) -> None:
 
 
 def shards_what_sees(trainer: Any) -> bool:
-    """Whether rows may have images, under FSDP."""
-    return bool(getattr(trainer, "_is_vlm", False)) and trl_stock.distributed_type(trainer) == "FSDP"
+    """Whether rows may have images, under FSDP or DeepSpeed."""
+    return bool(getattr(trainer, "_is_vlm", False)) and trl_stock.distributed_type(trainer) in _SHARDED
 
 
 def why_not_packed(trainer: Any) -> str | None:
     """What speaks against rows in packs; None: nothing that can be seen from here."""
-    if trl_stock.distributed_type(trainer) == "FSDP":
-        return "under FSDP the passes of the leak test are collective, which was not tried"
+    kind = trl_stock.distributed_type(trainer)
+    if kind in _SHARDED:
+        return f"under {kind} the passes of the leak test are collective, which was not tried"
     if hasattr(getattr(trainer, "processing_class", None), "image_processor"):
         return "a trainer with a processor may get images, whose rows are not packed"
     return None

@@ -45,7 +45,11 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Which parameters stand in a module changes while they are gathered; whoever does that puts them back, and hooks the
 # saving of the module at the first step.
 _OF_SHARDING = frozenset(each for each in _OF_EVERY_MODULE if each == "_parameters" or "state_dict" in each)
-# Of these, those in which a step may put others.
+# Others, in which ZeRO-3 counts the passes of a module whose parameters it gathers.
+_OF_ZERO = frozenset(
+    {"applied_pre_backward_ref_cnt", "ds_grads_remaining", "ds_recompute_parameters", "pre_bwd_fn", "post_bwd_fn"}
+)
+# Of those of every module, the ones in which a step may put others.
 _PARTS = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 # Subclasses are emptied and filled by these: their own methods may refuse that, or do more.
@@ -384,7 +388,8 @@ def _names_of_library(kind: type) -> frozenset[str]:
 
 def _per_call(holder: Any) -> frozenset[str]:
     """Attributes that are meant to be written whenever a step is called."""
-    return frozenset(name for kind in type(holder).__mro__ for name in vars(kind).get("padmin_per_call", ()))
+    declared = frozenset(name for kind in type(holder).__mro__ for name in vars(kind).get("padmin_per_call", ()))
+    return declared | _OF_ZERO if "ds_id" in getattr(holder, "__dict__", ()) else declared
 
 
 def _is_metric(module: nn.Module) -> bool:

@@ -357,12 +357,12 @@ def deepspeed_control() -> Any:
     """ZeRO told nothing: its engine steps at every micro-batch."""
     from lightning_padmin.integrations.accelerate import loop as accelerate_toggle
 
-    original = accelerate_toggle._not_synchronised
-    accelerate_toggle._not_synchronised = lambda accelerator: nothing()
+    original = accelerate_toggle.before_boundary
+    accelerate_toggle.before_boundary = lambda accelerator: nothing()
     try:
         return {"plain": train(None), "split": train(CONFIG)}
     finally:
-        accelerate_toggle._not_synchronised = original
+        accelerate_toggle.before_boundary = original
 
 
 if __name__ == "__main__":

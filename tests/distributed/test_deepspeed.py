@@ -19,7 +19,13 @@ import torch
 from processes import Ranks
 
 from lightning_padmin.errors import ConfigError
-from lightning_padmin.integrations.common.deepspeed import accumulation_boundary, find_engine
+from lightning_padmin.integrations.common.deepspeed import (
+    accumulation_boundary,
+    before_boundary,
+    drop_gradients,
+    find_engine,
+    find_prepared,
+)
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
 STAGES = (0, 1, 2, 3)
@@ -305,3 +311,46 @@ def test_older_offloading_is_refused(release: Callable[..., None], window: int) 
         find_engine(engine)
     release("0.19.0")
     assert find_engine(engine) is engine
+
+
+def test_accelerate_is_told_before_the_last_pass() -> None:
+    class State:
+        sync_gradients = True
+
+        def _set_sync_gradients(self, value: bool) -> None:
+            self.sync_gradients = value
+
+    accelerator = SimpleNamespace(gradient_state=State())
+    for before in (True, False):
+        accelerator.gradient_state.sync_gradients = before
+        with before_boundary(accelerator):
+            assert not accelerator.gradient_state.sync_gradients
+        assert accelerator.gradient_state.sync_gradients is before
+
+
+def test_an_accelerate_that_tells_nothing_is_refused(release: Callable[..., None]) -> None:
+    release("0.19.8")
+    engine = DeepSpeedEngine(NewerZero())
+    older = SimpleNamespace(backward=lambda loss, **options: None)
+    newer = SimpleNamespace(backward=lambda loss, sync_gradients=True, **options: None)
+    assert find_prepared(SimpleNamespace(deepspeed_engine_wrapped=newer), engine) is engine
+    with pytest.raises(ConfigError, match="does not tell backward passes"):
+        find_prepared(SimpleNamespace(deepspeed_engine_wrapped=older), engine)
+    with pytest.raises(ConfigError, match="expected the engine that accelerator"):
+        find_prepared(SimpleNamespace(deepspeed_engine_wrapped=newer), torch.nn.Linear(1, 1))
+
+
+def test_gradients_are_dropped_wherever_an_engine_keeps_them(release: Callable[..., None]) -> None:
+    emptied: list[str] = []
+    engine: Any = DeepSpeedEngine(NewerZero())
+    release("0.19.8")
+    engine.zero_grad = lambda: emptied.append("engine")
+    engine.optimizer.zero_grad = lambda: emptied.append("optimizer")
+    engine.optimizer.averaged_gradients = {0: [torch.ones(1)]}
+    drop_gradients(engine)
+    assert emptied == ["engine", "optimizer"]
+    assert engine.optimizer.averaged_gradients == {}
+    model = torch.nn.Linear(1, 1)
+    model(torch.ones(1)).sum().backward()
+    drop_gradients(model)
+    assert model.weight.grad is None

@@ -102,7 +102,10 @@ def trainer(**changes: Any) -> Any:
         ({"args": {"use_liger_kernel": True}}, "use_liger_kernel=True: .* Set it to False"),
         ({"accelerator": {"parallelism_config": SimpleNamespace(cp_enabled=True)}}, "context and sequence parallelism"),
         ({"accelerator": {"parallelism_config": SimpleNamespace(sp_enabled=True)}}, "context and sequence parallelism"),
-        ({"accelerator": {"distributed_type": SimpleNamespace(value="DEEPSPEED")}}, "DeepSpeed: .* Use DDP or FSDP"),
+        (
+            {"accelerator": {"distributed_type": SimpleNamespace(value="MEGATRON_LM")}},
+            "MEGATRON_LM.*FSDP and DeepSpeed",
+        ),
         ({"accelerator": {"distributed_type": SimpleNamespace(value="XLA")}}, "distributed_type=XLA"),
         ({"model": {"peft_config": {"default": SimpleNamespace(is_prompt_learning=True)}}}, "virtual tokens"),
     ],
