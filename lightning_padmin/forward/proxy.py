@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_padmin.config import PadMinConfig
 from lightning_padmin.distributed import Exchange, exchange_alone
@@ -27,7 +26,7 @@ from lightning_padmin.forward.calls import CallSite, transformers_models
 from lightning_padmin.forward.causal_loss import CausalLoss
 from lightning_padmin.forward.padded_forward import PaddedForward
 from lightning_padmin.forward.recompute import recomputed
-from lightning_padmin.runtime import Notices, RandomState, replaced, takes
+from lightning_padmin.runtime import Notices, RandomState, replaced, shards, takes
 from lightning_padmin.stats import PaddingStats
 from lightning_padmin.verification import PackGate
 
@@ -396,10 +395,7 @@ class _Refused(Exception):
 
 def _is_collective(module: nn.Module) -> bool:
     """Whether parameters are gathered by a module inside; those that one around it has gathered are there."""
-    kinds = FullyShardedDataParallel, FSDPModule
-    return any(isinstance(each, kinds) for each in module.modules()) or any(
-        hasattr(each, "ds_id") for each in module.parameters()
-    )
+    return any(map(shards, module.modules())) or any(hasattr(each, "ds_id") for each in module.parameters())
 
 
 def _is_checkpointed() -> bool:

@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_padmin.errors import TrainingStepError
-from lightning_padmin.runtime import RandomState
+from lightning_padmin.runtime import RandomState, shards
 
 _PLAIN = (bool, int, float, str, type(None), list, tuple)
 _MISSING = object()
@@ -110,7 +109,7 @@ class _Weights:
 def _is_sharded(module: nn.Module) -> bool:
     """Whether parameters are gathered and given up again while it runs."""
     return any(hasattr(p, "to_local") or hasattr(p, "_fsdp_flattened") for p in module.parameters()) or any(
-        isinstance(each, FullyShardedDataParallel) for each in module.modules()
+        shards(each, first=True) for each in module.modules()
     )
 
 
@@ -134,7 +133,7 @@ class _State:
     def _attributes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         # A wrapper's attributes are of the passes that run.
         modules = self._module.modules()
-        spaces = [vars(each) for each in modules if not isinstance(each, FullyShardedDataParallel)]
+        spaces = [vars(each) for each in modules if not shards(each, first=True)]
         return [(space, {name: each for name, each in space.items() if type(each) in _PLAIN}) for space in spaces]
 
     def _flags(self) -> list[tuple[nn.Parameter, bool]]:

@@ -34,7 +34,7 @@ from lightning_padmin.runtime.notices import How, Notices, warn
 from lightning_padmin.runtime.padding import is_padding_filled, padding_filled
 from lightning_padmin.runtime.patching import Shared, replaced
 from lightning_padmin.runtime.random_state import RandomState
-from lightning_padmin.runtime.wrappers import layers, takes, unwrap, without_adapters
+from lightning_padmin.runtime.wrappers import layers, shards, takes, unwrap, without_adapters
 from lightning_padmin.runtime.writes import is_freed
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "layers",
     "padding_filled",
     "replaced",
+    "shards",
     "takes",
     "untouched",
     "unwrap",

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 _COMPILED, _WRAPPED = "_orig_mod", "module"
+_SHARDS = ("FullyShardedDataParallel", "FSDPModule")
 
 
 def unwrap(model: Any, *, compiled: bool = True, through: Callable[[Any], bool] = lambda wrapper: True) -> Any:
@@ -26,6 +27,17 @@ def unwrap(model: Any, *, compiled: bool = True, through: Callable[[Any], bool] 
             break
         model = inner
     return model
+
+
+def shards(module: nn.Module, *, first: bool = False) -> bool:
+    """Whether a module gathers its parameters when it is called (FSDP), known by name: importing those takes seconds.
+
+    Args:
+        module: itself, not what is inside.
+        first: whether only the first FSDP counts, which is a wrapper.
+    """
+    names = _SHARDS[:1] if first else _SHARDS
+    return any(kind.__name__ in names and kind.__module__.startswith("torch.") for kind in type(module).__mro__)
 
 
 def without_adapters(model: Any) -> Any:
