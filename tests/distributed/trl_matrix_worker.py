@@ -364,10 +364,10 @@ OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 CASES = {name: Case(name, control=True) for name in TRAINERS}
 CASES |= {f"grpo {mode}": Case("grpo", padmin={"mode": mode}) for mode in ("joint", "replay")}
 CASES |= {
-    "one step of four": Case(
+    "windows of two generations": Case(
         "grpo", {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "loss_type": "bnpo"}
     ),
-    "two steps of four": Case(
+    "two windows of a generation": Case(
         "grpo", {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "grpo"}
     ),
     "dr_grpo": Case("grpo", {"loss_type": "dr_grpo", "beta": 0.0}),
