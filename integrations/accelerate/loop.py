@@ -42,6 +42,7 @@ from lightning_padmin.integrations.common import (
     ddp_of,
     find_prepared,
     has_static_graph,
+    refuse_shared_batches,
     run_loop,
 )
 from lightning_padmin.microbatching import MicroBatch
@@ -355,10 +356,7 @@ def _refuse_unsupported(accelerator: Accelerator, config: PadMinConfig) -> None:
             f"distributed_type={kind.value}: PadMin does not know when it reduces gradients. Use one device, DDP, FSDP "
             "or DeepSpeed, or enabled=False"
         )
-    parallelism = getattr(accelerator, "parallelism_config", None)
-    cut = [name for name in ("cp", "sp", "tp") if getattr(parallelism, f"{name}_enabled", False)]
-    if cut:
-        raise ConfigError(f"parallelism_config with {', '.join(cut)}: not supported. Switch it off, or enabled=False")
+    refuse_shared_batches(accelerator)
     if config.mode not in ("auto", "split"):
         raise ConfigError(
             f"mode={config.mode!r}: PadMin splits batches. Use mode='split', or call the model through "

@@ -28,10 +28,23 @@ def topology_of(trainer: Any) -> Topology:
 
 
 def refuse_data_parallel(trainer: Any) -> None:
-    """Raises ConfigError for a process with several devices."""
+    """Raises ConfigError for a process with several devices, and for a batch that several processes hold together."""
     count = getattr(trainer.args, "n_gpu", 1)
     if count > 1:
         raise ConfigError(f"n_gpu={count}: DataParallel splits batches by itself. Start one process per device")
+    refuse_shared_batches(getattr(trainer, "accelerator", None))
+
+
+def refuse_shared_batches(accelerator: Any) -> None:
+    """Raises ConfigError where processes hold one batch together, whose counts are then not those of all of them."""
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    shared = [name for name in ("tp", "cp", "sp") if getattr(parallelism, f"{name}_enabled", False)]
+    if shared:
+        sizes = ", ".join(f"{name}_size={getattr(parallelism, f'{name}_size', '?')}" for name in shared)
+        raise ConfigError(
+            f"parallelism_config with {sizes}: processes that hold one batch (tp), or parts of its rows (cp, sp), are "
+            "not supported. Use data-parallel ones (dp_shard_size, dp_replicate_size), or enabled=False"
+        )
 
 
 # Steps of the user's own.
@@ -208,6 +221,7 @@ __all__ = [
     "look_for_whole_steps",
     "own_step",
     "refuse_data_parallel",
+    "refuse_shared_batches",
     "step_past_mixin",
     "step_without_loss",
     "topology_of",

@@ -72,9 +72,6 @@ def refuse_trainer(trainer: Any) -> None:
     refuse_data_parallel(trainer)
     if getattr(args, "use_liger_kernel", False) or getattr(args, "use_liger_loss", False):
         raise ConfigError("use_liger_kernel=True: losses of Liger do not ask for log-probs. Set it to False")
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    if getattr(parallelism, "cp_enabled", False) or getattr(parallelism, "sp_enabled", False):
-        raise ConfigError("parallelism_config: context and sequence parallelism cut rows apart. Switch them off")
     kind = trl_stock.distributed_type(trainer)
     if kind not in _DISTRIBUTED:
         raise ConfigError(f"distributed_type={kind}: PadMinMixin knows one device, DDP, FSDP and DeepSpeed")

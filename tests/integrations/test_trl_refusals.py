@@ -100,8 +100,8 @@ def trainer(**changes: Any) -> Any:
     [
         ({"args": {"n_gpu": 2}}, "n_gpu=2: DataParallel .* one process per device"),
         ({"args": {"use_liger_kernel": True}}, "use_liger_kernel=True: .* Set it to False"),
-        ({"accelerator": {"parallelism_config": SimpleNamespace(cp_enabled=True)}}, "context and sequence parallelism"),
-        ({"accelerator": {"parallelism_config": SimpleNamespace(sp_enabled=True)}}, "context and sequence parallelism"),
+        ({"accelerator": {"parallelism_config": SimpleNamespace(cp_enabled=True)}}, "parallelism_config with cp"),
+        ({"accelerator": {"parallelism_config": SimpleNamespace(tp_enabled=True)}}, "parallelism_config with tp"),
         (
             {"accelerator": {"distributed_type": SimpleNamespace(value="MEGATRON_LM")}},
             "MEGATRON_LM.*FSDP and DeepSpeed",

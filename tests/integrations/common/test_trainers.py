@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import support
 import torch
+from accelerate.utils import ParallelismConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
 
+from lightning_padmin import PadMinConfig
 from lightning_padmin.architectures import HookWatch
 from lightning_padmin.errors import ConfigError, GradientHookError
+from lightning_padmin.integrations.accelerate import PadMin
 from lightning_padmin.integrations.common import (
     backward_of_step,
     has_own_step,
@@ -23,6 +29,7 @@ from lightning_padmin.integrations.common import (
     topology_of,
     untouched_trainer,
 )
+from lightning_padmin.integrations.transformers import PadMinTrainerMixin
 
 
 def with_accelerator(kind: str, count: int = 2) -> Any:
@@ -45,6 +52,29 @@ def test_several_devices_are_refused() -> None:
     refuse_data_parallel(SimpleNamespace(args=SimpleNamespace()))
     with pytest.raises(ConfigError, match=r"n_gpu=3: DataParallel splits batches by itself\. Start one process"):
         refuse_data_parallel(SimpleNamespace(args=SimpleNamespace(n_gpu=3)))
+
+
+@pytest.mark.parametrize("name", ["tp_size", "cp_size"])
+def test_processes_that_hold_one_batch_are_refused(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the loop of one's own and by the Trainer, when they are made; data-parallel processes are not."""
+    config, sizes = PadMinConfig(token_budget=64), ParallelismConfig(dp_shard_size=2)
+
+    class Placed(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            monkeypatch.setattr(self.accelerator.state, "parallelism_config", sizes)
+
+    def trainer(*bases: type) -> Any:
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+        kind = type("Ours", (*bases, Placed), {})
+        return kind(support.TinyLM(), arguments, train_dataset=[{}], **({"padmin": config} if bases else {}))
+
+    trainer(PadMinTrainerMixin)
+    PadMin(trainer().accelerator, config)
+    sizes = ParallelismConfig(**{name: 2})
+    for begin in (lambda: PadMin(trainer().accelerator, config), lambda: trainer(PadMinTrainerMixin)):
+        with pytest.raises(ConfigError, match=rf"parallelism_config with {name}=2: .*dp_shard_size.*enabled=False"):
+            begin()
 
 
 class Stock:
