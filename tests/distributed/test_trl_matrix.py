@@ -1,7 +1,7 @@
 """Every Trainer on every sharding, against stock: two real gloo processes, uneven work, three clipped steps.
 
 `sharding.json` holds what was measured, and `docs/sharding.md` shows it. A run compares what it finds with both; with
-PADMIN_WRITE_MATRIX=1 in the environment it writes them.
+WRITE_MATRIX=1 in the environment it writes them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SETUPS = {
     "resumed": EXACT,
     "bf16": 0.3,
 }
-WRITES = os.environ.get("PADMIN_WRITE_MATRIX") == "1"
+WRITES = os.environ.get("WRITE_MATRIX") == "1"
 BEGIN, END = "<!-- written by tests/distributed/test_trl_matrix.py -->", "<!-- end -->"
 
 without_deepspeed = importlib.util.find_spec("deepspeed") is None  # not imported: it would stay loaded

@@ -1,7 +1,7 @@
 """Programs of others, unchanged: the examples of transformers and the reward stage of LLaMA-Factory, against stock.
 
-`PADMIN_TRANSFORMERS_EXAMPLES` names the folder `examples/pytorch` of a checkout of transformers, `PADMIN_LLAMAFACTORY`
-one of LLaMA-Factory, and `PADMIN_LLAMAFACTORY_PYTHON` an interpreter that has what that needs. Without them, skipped.
+`TRANSFORMERS_EXAMPLES` names the folder `examples/pytorch` of a checkout of transformers, `LLAMAFACTORY`
+one of LLaMA-Factory, and `LLAMAFACTORY_PYTHON` an interpreter that has what that needs. Without them, skipped.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from programs import examples
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 _TOLERANCE = 1e-5
 _ROOT = Path(__file__).parents[2]
-_PROGRAMS = os.environ.get("PADMIN_TRANSFORMERS_EXAMPLES", "")
-_LLAMAFACTORY = os.environ.get("PADMIN_LLAMAFACTORY", "")
+_PROGRAMS = os.environ.get("TRANSFORMERS_EXAMPLES", "")
+_LLAMAFACTORY = os.environ.get("LLAMAFACTORY", "")
 needs_programs = pytest.mark.skipif(
-    not _PROGRAMS, reason="PADMIN_TRANSFORMERS_EXAMPLES does not name the folder examples/pytorch of transformers"
+    not _PROGRAMS, reason="TRANSFORMERS_EXAMPLES does not name the folder examples/pytorch of transformers"
 )
 # Which way the default options take, and why it is not another.
 SPLIT = [
@@ -70,7 +70,7 @@ class Runs:
 
     def failing(self, way: str) -> subprocess.CompletedProcess[str]:
         shutil.rmtree(self.folder / "out", ignore_errors=True)  # of another way
-        python = os.environ.get("PADMIN_LLAMAFACTORY_PYTHON", sys.executable) if self.is_reward else sys.executable
+        python = os.environ.get("LLAMAFACTORY_PYTHON", sys.executable) if self.is_reward else sys.executable
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
         caches = {"HF_DATASETS_CACHE": str(self.folder / "cache"), "HF_HUB_CACHE": str(self.folder / "hub")}
         return subprocess.run(
@@ -173,7 +173,7 @@ def test_what_cannot_be_split_is_refused_by_name(name: str, words: str, tmp_path
     assert words in done.stderr
 
 
-@pytest.mark.skipif(not _LLAMAFACTORY, reason="PADMIN_LLAMAFACTORY does not name a checkout of LLaMA-Factory")
+@pytest.mark.skipif(not _LLAMAFACTORY, reason="LLAMAFACTORY does not name a checkout of LLaMA-Factory")
 def test_rewards_of_pairs(tmp_path: Path) -> None:
     run = Runs(examples.REWARDS, tmp_path)
     ours = run("auto")
