@@ -133,7 +133,7 @@ def probe_once(step: Step, seed: int, longest: int, vocabulary: int) -> Iterator
         again = rounded_otherwise(passes)
         exact = {"exact": far(passes.split(weights), came), "spread": far(again, came)}
         measure_limit = measured_limit if step.is_half else narrowed_limit
-        limit = measure_limit(passes, again, came, widest, exchange_alone)
+        limit = measure_limit(exact["spread"], widest, exchange_alone)
         limit = widest if has_experts(step.model) else limit  # as the check has it
         before = after = faults(step, passes, probe, table, weights, came, widest)
         if step.is_mixed:

@@ -11,28 +11,36 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_padmin.architectures import without_user_hooks
+from lightning_padmin.architectures import has_experts, without_user_hooks
 from lightning_padmin.distributed import Exchange, all_gather_floats
 from lightning_padmin.errors import OnlyBackwardError
 from lightning_padmin.runtime import DATA_OF_TRAINERS, Draws, ModuleState, RandomState, holders_of, without_dropout
 from lightning_padmin.verification import (
+    FACTOR,
     GRADIENTS,
     STILL,
     Heard,
     Logged,
     Sketches,
+    States,
     Tolerance,
+    advanced,
     difference,
     difference_over_ranks,
     dtypes_of,
     filled,
     fingerprint,
+    is_doubtful,
     largest,
+    may_have_advanced,
     moved,
+    named_paths,
+    narrowed_limit,
     scales,
     sizes,
     sketched_gradients,
     sketched_shards,
+    states,
 )
 
 Way: TypeAlias = Callable[[], AbstractContextManager[Any]]
@@ -54,6 +62,8 @@ class Apart:
         moved: what moves with numbers that stand where rows have padding, on this rank.
         reads_padding: whether something does, on some rank.
         writes: whether a pass has written into what the module or the trainer keep, on this rank.
+        advanced: of that what calls of a model move on, once per chunk, in words, on this rank.
+        advances: whether there is something of that on some rank.
     """
 
     value: float
@@ -65,6 +75,8 @@ class Apart:
     moved: tuple[str, ...] = ()
     reads_padding: bool = False
     writes: bool = False
+    advanced: str = ""
+    advances: bool = False
 
     @property
     def is_too_far(self) -> bool:
@@ -128,15 +140,20 @@ class _Passes:
         self.state = ModuleState(module, holders_of(trainer), DATA_OF_TRAINERS)
         self._values = Heard(lambda _: self._heard(), None if logged is None else self._all_logged)
         self._logged, self._by_backward, self._drew, self._wrote = logged, False, False, False
-        self._tolerance = Tolerance.for_(dtypes_of(module))
+        self._tolerance, self._factor = Tolerance.for_(dtypes_of(module)), 1.0
+        self._left: list[States] = []  # what each pass has left
         module.train()
 
     def compared(self, settled: bool) -> Apart:
         """All ranks run the same passes."""
         came, of_came = self._run(self._stock)
         found, values = self._run(self._chunked)
-        limit, size, of_chunks = self._tolerance.limit, self._largest(came), self._largest(found)
+        whole, by_chunks = self._left[-2:]
+        size, of_chunks = self._largest(came), self._largest(found)
         value, name = self._difference(found, came)
+        if self._narrows(value, came):
+            value, name = self._difference(found, came)
+        limit = self._tolerance.limit
         told, is_random, drew = 0 < size < math.inf, False, self._of_all(self._drew)
         if not told:  # nothing to compare with, unless chunks have a gradient where there is none
             told = size == 0 and limit / 100 < of_chunks < math.inf and not drew
@@ -151,36 +168,67 @@ class _Passes:
         names: tuple[str, ...] = ()
         if self._logged is not None and not self._any(not value <= limit):
             names = self._of_padding(found, values, (came, of_came), settled)
+        moves = self._advanced(whole, by_chunks)
         worst = float(all_gather_floats([value], self._exchange).max())
         told, is_random, reads = self._any(told), self._any(is_random), self._any(bool(names))
         where = f"{self._place} {name!r}"
         losses = frozenset(self._heard.losses)
-        return Apart(worst, limit, where, losses, told, is_random, names, reads, self._wrote)
+        of_calls = named_paths(moves), self._any(bool(moves))
+        return Apart(worst, limit, where, losses, told, is_random, names, reads, self._wrote, *of_calls)
 
-    def _run(self, way: Way, draws: Way = nullcontext) -> tuple[Sketches, Mapping[str, Tensor]]:
+    def _narrows(self, value: float, came: Sketches) -> bool:
+        """Whether the limit has been measured, since a difference on some rank lies between rounding and it."""
+        if not self._any(is_doubtful(value, self._tolerance) and not has_experts(self._module)):
+            return False
+        self._factor = FACTOR
         try:
-            found = self._once(way, draws)
+            again, _ = self._run(self._stock)
+        finally:
+            self._factor = 1.0
+        spread = self._difference({name: each / FACTOR for name, each in again.items()}, came)[0]
+        self._tolerance = Tolerance(narrowed_limit(spread, self._tolerance.limit, self._exchange))
+        return True
+
+    def _advanced(self, whole: States, by_chunks: States) -> list[str]:
+        """What calls of a model have written once per chunk."""
+        if not self._any(not self._drew and bool(may_have_advanced(whole, by_chunks))):
+            return []
+        self._run(self._stock, times=2)
+        return [] if self._drew else advanced(whole, by_chunks, self._left[-1])
+
+    def _run(self, way: Way, draws: Way = nullcontext, times: int = 1) -> tuple[Sketches, Mapping[str, Tensor]]:
+        try:
+            found = self._once(way, draws, times)
         except OnlyBackwardError:  # once more, when what this attempt wrote has been put back
             self._by_backward = True
-            found = self._once(way, draws)
+            found = self._once(way, draws, times)
         return found, self._values.take()
 
-    def _once(self, way: Way, draws: Way) -> Sketches:
+    def _once(self, way: Way, draws: Way, times: int) -> Sketches:
         state, within, no_hooks = self.state, way(), without_user_hooks(self._module)
         try:
             with state.watching(), self._without_trace(), no_hooks, without_dropout(self._module) as watch, within:
                 before = RandomState()
                 with draws():
-                    found = self._sketched()
+                    for k in range(times):
+                        if k:
+                            state.restart()
+                        found = self._sketched()
                 self._drew = self._drew or not before.is_as(RandomState())
             self._tolerance = self._tolerance.if_half(self._of_all(watch.saw_half))
-            self._wrote = self._wrote or bool(state.changes())
+            changes = state.changes()
+            self._wrote = self._wrote or bool(changes)
+            self._left.append(states(changes))
         finally:
             state.clear()
         return found
 
     def _sketched(self) -> Sketches:
-        return sketched_gradients(lambda: self._values(None), self._module, by_backward=self._by_backward, again=False)
+        return sketched_gradients(self._loss, self._module, by_backward=self._by_backward, again=False)
+
+    def _loss(self) -> Tensor:
+        value = self._values(None)
+        return value if self._factor == 1 else value * self._factor
 
     def _with_constants(self, value: float, name: str) -> tuple[float, str]:
         """The difference where random numbers are constants, if that can be had."""
@@ -245,7 +293,7 @@ class _PassesOnShards(_Passes):
 
     def _sketched(self) -> Sketches:
         with torch.enable_grad():
-            value = self._values(None)
+            value = self._loss()
         torch.autograd.backward(value)
         return sketched_shards(self._module)
 

@@ -506,6 +506,13 @@ class WholeSteps:
                 f"first-batch check: {what} of the step depends on outputs where rows have padding, which are not "
                 f"computed with {part} in chunks: zeros stand there. Mask outputs by the attention mask. {words.fix}"
             )
+        if found.advances:
+            what = found.advanced or "what another rank keeps"
+            raise GradientCheckError(
+                f"first-batch check: each call of a model writes into {what}, and with {part} in chunks it is called "
+                f"several times per batch: counters and averages run ahead. {words.fix}. What changes nothing that is "
+                "trained may be named in its class: padmin_per_call = ('name',)"
+            )
         # A batch without padding, or one of which nothing ran in chunks, tells nothing of later ones.
         had_padding = bool(self._topology.exchange([int(self._waste.waste_before > 0)]).any())
         if found.is_random:

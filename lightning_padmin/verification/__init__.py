@@ -50,6 +50,7 @@ from lightning_padmin.verification.gradient_check import (
 )
 from lightning_padmin.verification.leak import PackGate, gate_of, needs_rows, refuse_unproven
 from lightning_padmin.verification.ledger import MOST_FACETS, WAYS, Ledger
+from lightning_padmin.verification.noise import FACTOR, is_doubtful, narrowed_limit
 from lightning_padmin.verification.one_loss import OneLoss, own_backward, step_of
 from lightning_padmin.verification.pack_check import PackCheck
 from lightning_padmin.verification.padding import GRADIENTS, STILL, Heard, Logged, filled, moved
@@ -63,8 +64,11 @@ from lightning_padmin.verification.sketch import (
     sizes,
     sketched_gradients,
 )
+from lightning_padmin.verification.writes import States, advanced, may_have_advanced, states
+from lightning_padmin.verification.writes import named as named_paths
 
 __all__ = [
+    "FACTOR",
     "GRADIENTS",
     "MOST_FACETS",
     "STILL",
@@ -83,8 +87,10 @@ __all__ = [
     "Proof",
     "Report",
     "Sketches",
+    "States",
     "Tolerance",
     "Values",
+    "advanced",
     "batch_facets",
     "check_gradients",
     "difference",
@@ -93,10 +99,14 @@ __all__ = [
     "filled",
     "fingerprint",
     "gate_of",
+    "is_doubtful",
     "is_from_check",
     "largest",
+    "may_have_advanced",
     "model_facets",
     "moved",
+    "named_paths",
+    "narrowed_limit",
     "needs_rows",
     "own_backward",
     "parts_of",
@@ -109,6 +119,7 @@ __all__ = [
     "sizes",
     "sketched_gradients",
     "sketched_shards",
+    "states",
     "step_of",
     "verify_equivalence",
     "was_raised_in_check",

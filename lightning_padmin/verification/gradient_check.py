@@ -53,8 +53,9 @@ from lightning_padmin.verification.words import Said, words_of
 from lightning_padmin.verification.writes import (
     States,
     WriteSearch,
+    advanced,
     as_integers,
-    differing_after,
+    may_have_advanced,
     named,
     states,
     text_of,
@@ -340,17 +341,13 @@ class _Check:
     def _of_writes_in_chunks(self, judged: _Verdict) -> _Verdict:
         """Joint mode: whether a call of the model writes something that is another one after several chunks."""
         passes = self._passes
-        apart = [] if passes.drew else differing_after(passes.left or {}, passes.left_by_chunks or {})
-        if not self._any(bool(apart)):
+        whole, by_chunks = passes.left or {}, passes.left_by_chunks or {}
+        if not self._any(not passes.drew and bool(may_have_advanced(whole, by_chunks))):
             return judged
         after: list[States] = []
-        self._together(
-            lambda: passes.in_turn(
-                [self._probe.came] * 2, lambda k, state: after.append(states(state.changes()) if k else {})
-            )
-        )
-        advances = set(differing_after(*after[1:]))  # not a value that each call writes anew
-        found = [path for path in apart if path in advances]
+        look = lambda k, state: after.append(states(state.changes()) if k else {})  # noqa: E731
+        self._together(lambda: passes.in_turn([self._probe.came] * 2, look))
+        found = [] if passes.drew else advanced(whole, by_chunks, after[2])
         self._written = named(found)
         return replace(judged, status=Status.WRITES) if found else judged
 
@@ -367,7 +364,8 @@ class _Check:
             return exact
         if not self._any(has_experts(self._module)):  # what rounding does to routes is not in this spread
             again = self._together(lambda: rounded_otherwise(passes))
-            self._limit = measured_limit(passes, again, came, self._limit, self._exchange)
+            spread = passes.difference(again, came, self._limit)[0]
+            self._limit = measured_limit(spread, self._limit, self._exchange)
         return came
 
     def _difference(self, found: Sketches, wanted: Sketches) -> tuple[float, str]:
@@ -381,7 +379,8 @@ class _Check:
         if not self._any(asked):
             return False
         again = self._together(lambda: rounded_otherwise(self._passes))
-        self._limit = narrowed_limit(self._passes, again, self._came, self._limit, self._exchange)
+        spread = self._passes.difference(again, self._came, self._limit)[0]
+        self._limit = narrowed_limit(spread, self._limit, self._exchange)
         return True
 
     def _in_float32(self, came: Sketches, weights: Sequence[float]) -> Sketches | None:

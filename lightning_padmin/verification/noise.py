@@ -19,8 +19,8 @@ from lightning_padmin.verification.compare import DOUBT, HALF, HALF_FLOOR, Toler
 from lightning_padmin.verification.passes import Passes
 from lightning_padmin.verification.sketch import Sketches, combine
 
-# 45 / 64 has few enough digits for bfloat16, so that the factor itself is exact.
-_FACTOR = 0.703125
+# Of the loss on the way back. 45 / 64 has few enough digits for bfloat16, so that the factor itself is exact.
+FACTOR = 0.703125
 # Exact splits of 20 probes of each of three models (one of 30 layers) were at most 2.7 times as far off as this
 # spread, most of them once; see examples/benchmarks/noise_limits.py.
 _TIMES = 4.0
@@ -31,22 +31,23 @@ _TIMES_IN_FLOAT32 = 64.0
 
 def rounded_otherwise(passes: Passes) -> Sketches:
     """Gradients of the rows as they came, with other roundings on the way: one more pass."""
-    return combine([passes.scaled(_FACTOR)], [1 / _FACTOR])
+    return combine([passes.scaled(FACTOR)], [1 / FACTOR])
 
 
-def measured_limit(passes: Passes, again: Sketches, came: Sketches, widest: float, exchange: Exchange) -> float:
-    """The limit for rows whose un-split gradient is `came`, and `again` with other roundings; equal on all ranks.
+def measured_limit(spread: float, widest: float, exchange: Exchange) -> float:
+    """The limit in half precision, equal on all ranks: between `HALF_FLOOR` and `widest`.
 
-    In half precision: between `HALF_FLOOR` and `widest`.
+    Args:
+        spread: how far this rank's un-split gradients are from those with other roundings.
+        widest: the limit for all models.
+        exchange: the collective.
     """
-    worst = _spread(passes, again, came, widest, exchange)
-    return widest if math.isnan(worst) else min(max(_TIMES * worst, HALF_FLOOR), widest)
+    return _limit(_TIMES * spread, HALF_FLOOR, widest, exchange)
 
 
-def narrowed_limit(passes: Passes, again: Sketches, came: Sketches, limit: float, exchange: Exchange) -> float:
-    """As `measured_limit`, in float32: between `DOUBT` and `limit`, for a difference that lies there."""
-    worst = _spread(passes, again, came, limit, exchange)
-    return limit if math.isnan(worst) else min(max(_TIMES_IN_FLOAT32 * worst, DOUBT), limit)
+def narrowed_limit(spread: float, widest: float, exchange: Exchange) -> float:
+    """As `measured_limit`, in float32: between `DOUBT` and `widest`, for a difference that lies there."""
+    return _limit(_TIMES_IN_FLOAT32 * spread, DOUBT, widest, exchange)
 
 
 def is_doubtful(value: float, limit: Tolerance) -> bool:
@@ -54,9 +55,9 @@ def is_doubtful(value: float, limit: Tolerance) -> bool:
     return not limit.is_half and DOUBT < value <= limit.limit
 
 
-def _spread(passes: Passes, again: Sketches, came: Sketches, limit: float, exchange: Exchange) -> float:
-    """How far apart they are on the rank where that is most."""
-    return float(all_gather_floats([passes.difference(again, came, limit)[0]], exchange).max())
+def _limit(measured: float, least: float, widest: float, exchange: Exchange) -> float:
+    worst = float(all_gather_floats([measured], exchange).max())
+    return widest if math.isnan(worst) else min(max(worst, least), widest)
 
 
 def may_run_in_float32(module: nn.Module) -> bool:
@@ -73,4 +74,4 @@ def may_run_in_float32(module: nn.Module) -> bool:
     return is_exact and not is_compiled and not any(each.dtype in HALF for each in tensors)
 
 
-__all__ = ["is_doubtful", "may_run_in_float32", "measured_limit", "narrowed_limit", "rounded_otherwise"]
+__all__ = ["FACTOR", "is_doubtful", "may_run_in_float32", "measured_limit", "narrowed_limit", "rounded_otherwise"]

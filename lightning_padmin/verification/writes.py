@@ -30,6 +30,7 @@ _LIMITS = {torch.float64: 1e-9, torch.float32: 2e-6, torch.float16: 1e-3, torch.
 _LIMIT = 2e-6  # of Python's numbers: they may come from float32
 _DOUBTFUL = 1e-3  # up to here a difference may be that of kernels whose sums come in any order
 _CARRIES = 0.05  # of what was added to a number before a call, if that shows in what it leaves
+_MOVES = 0.01  # of what a call moves a number by: the least that further calls move it by
 _UNKNOWN = "unknown"
 
 States = Mapping[str, Any]
@@ -318,10 +319,29 @@ def _differing(first: States, second: States) -> list[str]:
     ]
 
 
-def differing_after(first: States, second: States) -> list[str]:
-    """Places that both have changed, numbers and tensors of one shape, where they have not left the same."""
-    both = [path for path in first if path in second and not same(first[path], second[path])]
-    return [path for path in both if distance(first[path], second[path]) < np.inf]
+def may_have_advanced(whole: States, by_chunks: States) -> list[str]:
+    """Places that a step has changed on its whole batch and in chunks, where it has not left the same.
+
+    Only numbers, and tensors of one shape.
+    """
+    both = [path for path in whole if path in by_chunks and not same(whole[path], by_chunks[path])]
+    return [path for path in both if distance(whole[path], by_chunks[path]) < np.inf]
+
+
+def advanced(whole: States, by_chunks: States, twice: States) -> list[str]:
+    """Of these, what a further call on the same rows moves on from what the first one has left.
+
+    What each call writes anew stays. A number that the step itself moves once in both is apart by rounding, which is
+    little of what one call moves it by.
+
+    Args:
+        whole: what a step has left on its whole batch.
+        by_chunks: what it has left where models ran in chunks.
+        twice: what a second step on the whole batch has left.
+    """
+    apart = [path for path in may_have_advanced(whole, by_chunks) if path in twice]
+    moved_on = [path for path in apart if not same(whole[path], twice[path])]
+    return [p for p in moved_on if distance(whole[p], by_chunks[p]) > _MOVES * distance(whole[p], twice[p])]
 
 
 def _apart(after: Sequence[States], path: str) -> float:

@@ -9,6 +9,7 @@ import pytest
 import support
 import torch
 from architectures import zoo
+from joint_cases import Anneals
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import BUDGET, LENGTHS, Module, fit, make_batch, padmin, ragged_batches, relative, token_losses
 from torch import Tensor, nn
@@ -383,24 +384,6 @@ def test_one_stand_in_per_model_and_fit_says_things_once(monkeypatch: pytest.Mon
     with pytest.warns(PadMinWarning, match="exceed"):
         fit(Coupled(in_batch_negatives), batches, padmin(mode="joint", token_budget=10, check="off"))
     assert len(made) == 2
-
-
-class Anneals(nn.Module):
-    """A norm with a factor that each call moves, by so little that no limit of gradients tells."""
-
-    def __init__(self, norm: nn.Module, how: str) -> None:
-        super().__init__()
-        self.norm, self.how, self.count = norm, how, 0
-        self.register_buffer("factor", torch.ones(()))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.how == "buffer":
-            self.factor.add_(1e-7)
-        elif self.how == "number":
-            self.count += 1
-        else:  # written anew by each call, and read by nobody
-            self.seen, self.width = hidden.detach().abs().mean(), hidden.shape[1]
-        return self.norm(hidden) * self.factor.clone() * (1 + 1e-7 * self.count)
 
 
 @pytest.mark.parametrize(("how", "named"), [("buffer", "factor"), ("number", "count"), ("anew", "")])

@@ -43,6 +43,20 @@ def test_what_reads_padding_is_refused_by_name() -> None:
         cases.train(None, lambda: cases.bert(kind), cases.JOINT, collator)
 
 
+@pytest.mark.parametrize(("how", "named"), [("buffer", "factor"), ("number", "count"), ("anew", "")])
+def test_what_each_call_of_a_model_advances(how: str, named: str) -> None:
+    def make() -> nn.Module:
+        model = cases.llama()
+        model.model.norm = cases.Anneals(model.model.norm, how)
+        return model
+
+    if not named:
+        check(None, make)
+        return
+    with pytest.raises(GradientCheckError, match=rf"each call of a model writes into .*{named}.* in chunks"):
+        cases.train(None, make, cases.JOINT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("step", cases.OWN)
@@ -116,7 +130,7 @@ def test_a_mean_of_its_own_and_a_window() -> None:
 def test_a_loss_that_reads_padding_by_a_little_or_later_is_refused() -> None:
     class Little(cases.Own):
         def loss_of(self, outputs: Any, inputs: Any) -> Tensor:
-            return self.token_loss(outputs, inputs) + 1e-5 * outputs.hidden_states[-1].square().mean()
+            return self.token_loss(outputs, inputs) + 3e-6 * outputs.hidden_states[-1].square().mean()
 
     class Logs(cases.Own):
         def loss_of(self, outputs: Any, inputs: Any) -> Tensor:

@@ -24,7 +24,7 @@ from lightning_padmin.batch.row_table import measure
 from lightning_padmin.batch.schema import infer_schema
 from lightning_padmin.errors import GradientCheckError
 from lightning_padmin.verification import check_gradients
-from lightning_padmin.verification.writes import as_integers, freeze, named, same, text_of
+from lightning_padmin.verification.writes import advanced, as_integers, freeze, may_have_advanced, named, same, text_of
 
 
 @dataclass
@@ -276,3 +276,13 @@ def test_names_fit_into_an_exchange() -> None:
     assert many.endswith("and 8 more")
     assert text_of(np.array(as_integers(many))) == many
     assert text_of(np.array(as_integers("'größe'"))) == "'größe'"
+
+
+def test_what_calls_in_chunks_move_on() -> None:
+    """Three calls in place of one; a number that is moved once is apart by rounding, however much that is."""
+    whole = {"count": 5, "mean": 1.0, "rounded": 1.0, "anew": 3.0, "list": (list, {0: 1.0})}
+    chunks = {"count": 7, "mean": 1.2, "rounded": 1.0001, "anew": 4.0, "list": (list, {0: 1.1})}
+    twice = {"count": 6, "mean": 1.1, "rounded": 1.5, "anew": 3.0, "list": (list, {0: 1.0, 1: 1.0})}
+    assert set(may_have_advanced(whole, chunks)) == set(whole)
+    assert advanced(whole, chunks, twice) == ["count", "mean"]
+    assert may_have_advanced(whole, whole | {"new": 1}) == []
