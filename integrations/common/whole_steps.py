@@ -510,8 +510,9 @@ class WholeSteps:
             what = found.advanced or "what another rank keeps"
             raise GradientCheckError(
                 f"first-batch check: each call of a model writes into {what}, and with {part} in chunks it is called "
-                f"several times per batch: counters and averages run ahead. {words.fix}. What changes nothing that is "
-                "trained may be named in its class: padmin_per_call = ('name',)"
+                "several times per batch: counters and averages run ahead. Do that once per batch, in the step, or use "
+                "PadMinConfig(enabled=False). What changes nothing that is trained may be named in its class: "
+                "padmin_per_call = ('name',)"
             )
         # A batch without padding, or one of which nothing ran in chunks, tells nothing of later ones.
         had_padding = bool(self._topology.exchange([int(self._waste.waste_before > 0)]).any())
