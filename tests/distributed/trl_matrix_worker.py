@@ -347,11 +347,17 @@ def compared(case: Case) -> dict[str, Any]:
 class Truncated:
     """Most completions lose all tokens on rank 1."""
 
-    completion_length = 24
+    completion_length, share = 24, 0.9
 
     @property
     def long_share(self) -> float:
-        return (0.0, 0.9)[RANK]
+        return (0.0, self.share)[RANK]
+
+
+class Halved(Truncated):
+    """Some of them, so that rows that carry loss run there once more as dummies."""
+
+    share = 0.5
 
 
 def with_adapters() -> dict[str, Any]:
@@ -373,6 +379,12 @@ CASES |= {
     "dr_grpo": Case("grpo", {"loss_type": "dr_grpo", "beta": 0.0}),
     "clipped by the engine": Case("grpo", engine={"gradient_clipping": 2.0}),
     "without rows": Case("grpo", {"mask_truncated_completions": True, "loss_type": "bnpo"}, layers=(Truncated,)),
+    "few rows": Case(
+        "grpo",
+        {"mask_truncated_completions": True, "loss_type": "bnpo"},
+        layers=(Halved,),
+        padmin={"token_budget": 16},
+    ),
     "checkpointing": Case("grpo", {"gradient_checkpointing": True}),
     "quantile": Case("grpo", {"top_entropy_quantile": 0.5}),
     "audit": Case("grpo", padmin={"check": "audit", "audit_every": 1}),
