@@ -115,6 +115,18 @@ class Scripted:
         return (completions, None) if isinstance(self, GRPOTrainer) else completions
 
 
+class Uneven:
+    """Before `Scripted`: long completions on rank 0, short ones on rank 1."""
+
+    @property
+    def long_share(self) -> float:
+        return (0.6, 0.0)[self.accelerator.process_index]  # type: ignore[attr-defined]
+
+    @property
+    def completion_length(self) -> int:
+        return (24, 9)[self.accelerator.process_index]  # type: ignore[attr-defined]
+
+
 def reward(completions: Sequence[str], **_: Any) -> list[float]:
     return [float(sum(map(ord, text)) % 7) - 3 for text in completions]
 

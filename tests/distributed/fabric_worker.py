@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import cpu_fsdp
 import loop_cases
 import support
 import torch
@@ -26,7 +27,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_padmin import PadMinConfig
@@ -44,17 +44,7 @@ class CpuFSDP(FSDPStrategy):
     """Fabric gives FSDP an index of a device, and a CPU has none; Fabric also refuses FSDPStrategy itself on CPUs."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        policy = ModuleWrapPolicy({nn.Linear})
-        return FullyShardedDataParallel(
-            module, device_id=torch.device("cpu"), auto_wrap_policy=policy, use_orig_params=True
-        )
-
-
-def double_precision() -> FSDPPrecision:
-    """FSDP knows no "64-true", and its "32-true" casts the model."""
-    plugin = FSDPPrecision("32-true")
-    plugin._desired_input_dtype = torch.float64
-    return plugin
+        return cpu_fsdp.wrapped(module, nn.Linear)
 
 
 def shard(model: nn.Module, mesh: Any) -> nn.Module:
@@ -462,7 +452,7 @@ if __name__ == "__main__":
     output, strategy, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     if strategy == "fsdp1":
         torch.set_default_dtype(torch.float64)  # FSDP's precision plugin casts what a model returns to it
-    plugins: list[Any] = [LightningEnvironment()] + ([double_precision()] if strategy == "fsdp1" else [])
+    plugins: list[Any] = [LightningEnvironment()] + ([cpu_fsdp.float64(FSDPPrecision)] if strategy == "fsdp1" else [])
     FABRIC = Fabric(accelerator="cpu", devices=2, strategy=STRATEGIES[strategy](), plugins=plugins)
     FABRIC.launch()
     results = {name: globals()[name]() for name in names}

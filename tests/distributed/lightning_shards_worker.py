@@ -19,6 +19,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
 
+import cpu_fsdp
 import support
 import test_lightning_auto as cases
 import torch
@@ -28,8 +29,7 @@ from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -47,17 +47,7 @@ class CpuFSDP(FSDPStrategy):
     """Lightning gives FSDP an index of a device, and a CPU has none."""
 
     def _setup_model(self, module: nn.Module) -> nn.Module:
-        policy = ModuleWrapPolicy({LlamaDecoderLayer})
-        return FullyShardedDataParallel(
-            module, device_id=torch.device("cpu"), auto_wrap_policy=policy, use_orig_params=True
-        )
-
-
-def double_precision() -> FSDPPrecision:
-    """FSDP knows no "64-true", and its "32-true" casts the model."""
-    plugin = FSDPPrecision("32-true")
-    plugin._desired_input_dtype = torch.float64
-    return plugin
+        return cpu_fsdp.wrapped(module, LlamaDecoderLayer)
 
 
 class Sharded:
@@ -179,7 +169,7 @@ def batches() -> list[dict[str, Tensor]]:
 def fit(kind: type, *callbacks: Any, **options: Any) -> tuple[Any, support.Memory]:
     module, memory = type(kind.__name__, (Sharded, kind), {})(), support.Memory()
     strategy = CpuFSDP(**GLOO) if KIND == "fsdp1" else ModelParallelStrategy(2, 1, **GLOO)
-    plugins: list[Any] = [LightningEnvironment()] + ([double_precision()] if KIND == "fsdp1" else [])
+    plugins: list[Any] = [LightningEnvironment()] + ([cpu_fsdp.float64(FSDPPrecision)] if KIND == "fsdp1" else [])
     own = {"strategy": strategy, "devices": 2, "plugins": plugins, "use_distributed_sampler": False}
     support.fit(module, batches(), *callbacks, logger=memory, log_every_n_steps=1, **(own | options))
     return module, memory

@@ -15,6 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import cpu_fsdp
 import support
 import torch
 from architectures import zoo
@@ -23,7 +24,6 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -44,17 +44,7 @@ class CpuFSDP(FSDPStrategy):
     """Lightning gives FSDP an index of a device, and a CPU has none."""
 
     def _setup_model(self, module: nn.Module) -> nn.Module:
-        policy = ModuleWrapPolicy({LlamaDecoderLayer if hasattr(module.model, "config") else nn.Linear})
-        return FullyShardedDataParallel(
-            module, device_id=torch.device("cpu"), auto_wrap_policy=policy, use_orig_params=True
-        )
-
-
-def double_precision() -> FSDPPrecision:
-    """FSDP knows no "64-true", and its "32-true" casts the model."""
-    plugin = FSDPPrecision("32-true")
-    plugin._desired_input_dtype = torch.float64
-    return plugin
+        return cpu_fsdp.wrapped(module, LlamaDecoderLayer if hasattr(module.model, "config") else nn.Linear)
 
 
 class Sharded(support.Module):
@@ -103,7 +93,7 @@ def callback(**options: Any) -> PadMinCallback:
 
 
 def fit(module: support.Module, data: Any, *callbacks: Any, **options: Any) -> Any:
-    plugins: list[Any] = [LightningEnvironment()] + ([double_precision()] if STRATEGY == "fsdp1" else [])
+    plugins: list[Any] = [LightningEnvironment()] + ([cpu_fsdp.float64(FSDPPrecision)] if STRATEGY == "fsdp1" else [])
     defaults = {"strategy": strategy(), "devices": 2, "plugins": plugins, "use_distributed_sampler": False}
     return support.fit(module, data, *callbacks, **(defaults | options))
 

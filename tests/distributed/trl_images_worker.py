@@ -34,20 +34,8 @@ OPTIONS = {
 }
 
 
-class Uneven:
-    """Long rows on rank 0, short ones on rank 1."""
-
-    @property
-    def long_share(self) -> float:
-        return (0.6, 0.0)[RANK]
-
-    @property
-    def completion_length(self) -> int:
-        return (24, 9)[RANK]
-
-
 def main() -> dict[Any, Any]:
-    stock, ours = cases.trainers(outer=(Uneven,))
+    stock, ours = cases.trainers(outer=(cases.Uneven,))
     without: list[bool] = []
     joined = trl_logprobs.joined
 

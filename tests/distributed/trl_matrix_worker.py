@@ -112,18 +112,6 @@ class Case:
     control: bool = False
 
 
-class Uneven:
-    """Long completions on rank 0, short ones on rank 1."""
-
-    @property
-    def long_share(self) -> float:
-        return (0.6, 0.0)[RANK]
-
-    @property
-    def completion_length(self) -> int:
-        return (24, 9)[RANK]
-
-
 class InOrder:
     """Batches as they stand in the dataset: even ones go to rank 0."""
 
@@ -253,7 +241,7 @@ def build(case: Case, padmin: PadMinConfig | None, output: str) -> Any:
     more: dict[str, Any] = {"train_dataset": None, "processing_class": cases.tokenizer(), **case.more()}
     own: tuple[type, ...] = (InOrder,)
     if case.trainer in ONLINE:
-        own = (Uneven, cases.Scripted)
+        own = (cases.Uneven, cases.Scripted)
         more |= {"train_dataset": cases.prompts(), "reward_funcs": cases.reward}
     else:
         more["train_dataset"] = rows_of(case.trainer)

@@ -47,18 +47,6 @@ OPTIONS = {
 }
 
 
-class Uneven:
-    """Long rows on rank 0, short ones on rank 1."""
-
-    @property
-    def long_share(self) -> float:
-        return (0.6, 0.0)[RANK]
-
-    @property
-    def completion_length(self) -> int:
-        return (24, 9)[RANK]
-
-
 class Truncated:
     """Most completions lose all tokens on rank 1."""
 
@@ -80,7 +68,7 @@ def result(record: cases.Record) -> dict[str, Any]:
 
 def compared(
     *modes: str,
-    layer: type = Uneven,
+    layer: type = cases.Uneven,
     make: Callable[[], Any] = cases.qwen2,
     padmin: dict[str, Any] | None = None,
     **options: Any,
@@ -127,7 +115,7 @@ def checkpointing() -> Any:
 def couples_on_one_rank() -> Any:
     """The check fails on rank 1 alone; both ranks replay."""
 
-    class Coupled(Uneven):
+    class Coupled(cases.Uneven):
         def get_off_policy_mask(self, per_token_logps: Any, mask: Any, **_: Any) -> Any:
             factor = (per_token_logps.detach() * mask).sum().abs() / mask.sum().clamp(min=1)
             return (factor if RANK == 1 else torch.ones(())).expand(len(mask), 1)
@@ -135,7 +123,7 @@ def couples_on_one_rank() -> Any:
     return compared("auto", layer=Coupled, off_policy_mask_threshold=100.0)
 
 
-class CouplesLater(Uneven):
+class CouplesLater(cases.Uneven):
     """A term that couples rows, from the second step on, on rank 1 alone."""
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
@@ -176,7 +164,7 @@ def reads_padding() -> Any:
         )
         return model
 
-    return refusal(Uneven, "split", averaging), refusal(Uneven, "joint", averaging)
+    return refusal(cases.Uneven, "split", averaging), refusal(cases.Uneven, "joint", averaging)
 
 
 def equal_weights() -> Any:
@@ -196,7 +184,7 @@ def one_rank_refuses() -> Any:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
         return cases.qwen2(max_position_embeddings=30, rope_parameters=rope)
 
-    _, ours = cases.trainers(outer=(Uneven,))
+    _, ours = cases.trainers(outer=(cases.Uneven,))
     try:
         cases.train(ours, OPTIONS, cases.padmin("split"), limited)
     except Exception as error:
@@ -208,7 +196,7 @@ def out_of_memory() -> Any:
     """Rank 1 has no memory for the first training pass of a window, or for its last."""
 
     def outcome(largest: bool) -> str:
-        _, ours = cases.trainers(outer=(Uneven,))
+        _, ours = cases.trainers(outer=(cases.Uneven,))
         trainer = cases.build(ours, OPTIONS, cases.padmin("split", check="off"))
         passes = [0]
 
