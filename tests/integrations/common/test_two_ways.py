@@ -67,7 +67,9 @@ def test_the_same_in_both_ways(dtype: torch.dtype, limit: float) -> None:
     assert all(torch.equal(state[name], each) for name, each in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("factor", "is_too_far"), [(1.0001, False), (1.01, True), (float("nan"), True)])
+@pytest.mark.parametrize(
+    ("factor", "is_too_far"), [(1.00001, False), (1.0001, True), (1.01, True), (float("nan"), True)]
+)
 def test_another_way(factor: float, is_too_far: bool) -> None:
     found = compare(Model(), factor)
     assert found.is_too_far is is_too_far
